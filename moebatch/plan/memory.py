@@ -1,0 +1,74 @@
+"""Peak bytes of host memory under a policy, as named parts that sum up.
+
+Shapes as in the paper: T tokens of a pass, S rows that are sampled.
+"""
+
+from dataclasses import dataclass, fields
+
+from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
+from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
+
+FLOAT = 4
+_EXPERT_TILE_BYTES = 2 * (1 << 22) * FLOAT + (1 << 22) * FLOAT  # gate and up, their product, gather
+_LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
+MAX_LOGIT_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Host memory by use, in bytes."""
+
+    base: int
+    vocabulary: int
+    resident_weights: int
+    page_buffer: int
+    kv_cache: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Peak of the whole process."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def vocabulary_bytes(spec: ModelSpec) -> int:
+    """Embedding and LM head as they are held."""
+    return spec.vocabulary_params * DTYPE_BYTES[spec.weight_dtype]
+
+
+def expert_page_bytes(spec: ModelSpec) -> int:
+    """One expert of one layer."""
+    return spec.expert_params * DTYPE_BYTES[spec.weight_dtype]
+
+
+def attention_page_bytes(spec: ModelSpec) -> int:
+    """A layer's projections, norms and router; the small parts are held in float32."""
+    router = spec.num_experts * spec.hidden_size if spec.has_router else 0
+    return spec.attention_params * DTYPE_BYTES[spec.weight_dtype] + router * FLOAT
+
+
+def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
+    """One block of KV cache in all layers."""
+    return spec.kv_bytes_per_token(kv_dtype) * KV_BLOCK_TOKENS
+
+
+def activation_bytes(spec: ModelSpec, policy: Policy) -> int:
+    """Hidden states of a pass, one micro-batch's attention, one expert's tile.
+
+    Per token of the pass: hidden, normed, routing. Per token of the largest micro-batch: the norm,
+    qkv, rotated q and k, expanded keys and values, attention and its projection.
+    """
+    tokens = policy.prefill_tokens + policy.batch_size
+    per_pass = 2 * spec.hidden_size * FLOAT + 24 * spec.top_k
+    per_token = (3 * spec.hidden_size + 6 * spec.q_size + 4 * spec.kv_size) * FLOAT
+    return tokens * per_pass + tokens * per_token + _EXPERT_TILE_BYTES + 3 * _gather_bytes()
+
+
+def _gather_bytes() -> int:
+    return 64 << 20
+
+
+def logit_bytes(spec: ModelSpec, batch_size: int) -> int:
+    """Logits of one sampling chunk and what sampling makes of them."""
+    return min(batch_size, MAX_LOGIT_ROWS) * spec.vocab_size * FLOAT * _LOGIT_COPIES
