@@ -1,0 +1,1 @@
+"""What is computed: the mathematics of one layer. Knows no schedule, no tier and no request."""

@@ -1,0 +1,238 @@
+"""Safetensors files on disk -> named byte ranges, read in place.
+
+Nothing is mapped and nothing is copied: `read_into` fills a buffer of the caller's by pread, so the
+peak memory is the caller's to decide, and several threads may read at once.
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header,
+data without gaps).
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from moebatch.errors import ModelError
+from moebatch.model.families.base import Part
+
+_DTYPES: dict[str, tuple[str, int]] = {
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+}
+_MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies: bytes [offset, offset + num_bytes) of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class Checkpoint:
+    """The tensors of a model directory, single-file or sharded. Close it, or use it in a `with`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers of all files and check that each file holds what its header says.
+
+        Raises: ModelError when a file is missing, truncated or damaged.
+        """
+        self._entries: dict[str, TensorEntry] = {}
+        self._files: dict[Path, int] = {}
+        paths = _weight_files(directory)
+        for path in paths:
+            self._entries |= {entry.name: entry for entry in _read_header(path)}
+        try:
+            for path in paths:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+    def entry(self, name: str) -> TensorEntry:
+        """Where the named tensor lies.
+
+        Raises: ModelError when the checkpoint has no such tensor.
+        """
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise ModelError(
+                f"the checkpoint has no tensor {name}",
+                hint="the download is incomplete, or config.json belongs to another model",
+            ) from None
+
+    def check(self, parts: Iterable[Part]) -> None:
+        """Compare names and shapes with what the model needs, before any weight is read.
+
+        Raises: ModelError naming the first tensor that is missing or has another shape or type.
+        """
+        for part in parts:
+            entries = [self.entry(name) for name in part.sources]
+            rows = sum(entry.shape[0] if entry.shape else 0 for entry in entries)
+            for entry in entries:
+                if (rows, *entry.shape[1:]) != part.shape:
+                    raise ModelError(
+                        f"tensor {entry.name} has shape {list(entry.shape)}, which does not make up"
+                        f" {part.name} of shape {list(part.shape)}",
+                        hint="config.json and the weights do not belong together",
+                    )
+                if entry.dtype != entries[0].dtype:
+                    raise ModelError(
+                        f"tensors {entries[0].name} and {entry.name} have different data types",
+                        hint="convert the checkpoint to one data type",
+                    )
+
+    def read_into(self, entry: TensorEntry, buffer: memoryview) -> None:
+        """Fill `buffer` (exactly entry.num_bytes bytes) from the file.
+
+        Raises: ModelError when the file ends early or cannot be read.
+        """
+        assert len(buffer) == entry.num_bytes, (len(buffer), entry.num_bytes)
+        fd, done = self._files[entry.path], 0
+        try:
+            while done < entry.num_bytes:
+                count = os.preadv(fd, [buffer[done:]], entry.offset + done)
+                if count == 0:
+                    raise ModelError(f"{entry.path} ends inside tensor {entry.name}",
+                                     hint="the file was cut off; fetch it again")  # fmt: skip
+                done += count
+        except OSError as error:
+            raise ModelError(f"cannot read {entry.path}: {error.strerror}") from error
+
+    def forget(self, entry: TensorEntry) -> None:
+        """Tell the kernel not to keep these bytes in its page cache.
+
+        Streamed weights are read cyclically, so the cache would only push other memory out.
+        """
+        fd = self._files[entry.path]
+        os.posix_fadvise(fd, entry.offset, entry.num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close all files."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not os.path.exists(index):  # Path.exists raises where a directory may not be searched
+        single = directory / "model.safetensors"
+        if os.path.exists(single):
+            return [single]
+        raise ModelError(
+            f"{directory} holds no model.safetensors and no model.safetensors.index.json",
+            hint="give a directory in the Hugging Face layout, with weights as safetensors",
+        )
+    weight_map = read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(map(_is_file_name, names)):
+        raise ModelError(f"{index} names no weight files", hint="fetch the file again")
+    files = [directory / name for name in sorted(set(names))]
+    missing = [path.name for path in files if not os.path.exists(path)]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of {len(files)} weight files are missing in {directory}: {missing[0]}"
+            + (" …" if len(missing) > 1 else ""),
+            hint="the download is incomplete; fetch the missing files",
+        )
+    return files
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether this is the name of a file in the directory itself."""
+    return isinstance(name, str) and name.isprintable() and Path(name).name == name != ""
+
+
+def _read_header(path: Path) -> list[TensorEntry]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if 0 < length <= min(size, _MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        header = json.loads(text)
+        tensors = {name: info for name, info in header.items() if name != "__metadata__"}
+        entries = [_entry(path, 8 + length, name, info) for name, info in tensors.items()]
+        end = _end(entries, 8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ModelError(
+            f"{path} is no safetensors file: its header cannot be read",
+            hint="the file is damaged or cut off; fetch it again",
+        ) from None
+    if end != size:
+        raise ModelError(
+            f"{path} is {'cut off' if end > size else 'too long'}: it has {size} bytes,"
+            f" its header speaks of {end}",
+            hint="the download is incomplete or damaged; fetch the file again",
+        )
+    return entries
+
+
+def _end(entries: list[TensorEntry], start: int) -> int:
+    """Where the last tensor ends.
+
+    Raises: ValueError unless the tensors follow each other without gap or overlap.
+    """
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
+        if entry.offset != start:
+            raise ValueError(entry.name)
+        start += entry.num_bytes
+    return start
+
+
+def _entry(path: Path, data_start: int, name: str, info: dict[str, Any]) -> TensorEntry:
+    begin, end = info["data_offsets"]
+    shape = tuple(info["shape"])
+    whole = all(type(n) is int and 0 <= n < 1 << 63 for n in (begin, end, *shape))
+    if not whole or not f"{name}{info['dtype']}".isprintable():
+        raise ValueError(name)
+    if info["dtype"] not in _DTYPES:
+        raise ModelError(
+            f"tensor {name} has data type {info['dtype']}, which is not supported",
+            hint="supported are BF16, F16 and F32",
+        )
+    dtype, item_bytes = _DTYPES[info["dtype"]]
+    if end - begin != prod(shape) * item_bytes:
+        raise ValueError(name)
+    return TensorEntry(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        path=path,
+        offset=data_start + begin,
+        num_bytes=end - begin,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the model directory.
+
+    Raises: ModelError when the file cannot be read or is no JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no valid JSON: {error}", hint="fetch it again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object", hint="fetch the file again")
+    return value
