@@ -1,0 +1,1 @@
+"""How it runs: bytes, time and threads. Executes schedules; decides nothing about policy."""

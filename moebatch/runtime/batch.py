@@ -1,0 +1,171 @@
+"""One pass over the layers: which tokens of which sequences it computes, and where they lie.
+
+A sequence contributes a segment: one token when it decodes, a run of prompt tokens when it is
+prefilled. Tokens of a micro-batch are contiguous; nothing is padded.
+Shapes: T tokens of the pass, Q tokens of a micro-batch, R rows, C context tokens, G key/value heads.
+"""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moebatch.model.layers import Rope
+from moebatch.runtime.kv_cache import KVCache
+
+# Decode rows are attended in groups whose shortest block table is at least this share of the
+# longest: bounds the padding of a gather and keeps the number of calls small.
+_MIN_FILL = 0.7
+# Bytes that one gather may bring together; larger groups are cut.
+_MAX_GATHER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens of one sequence from position `start` on, and the sequence's block table."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    blocks: list[int]
+
+    @property
+    def end(self) -> int:
+        """Context length after this pass."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Decode rows attended in one call: tokens [first, last) of the micro-batch.
+
+    `masks` gives, for each attention window of the model, who sees what: [R, C] bool.
+    """
+
+    first: int
+    last: int
+    block_rows: Tensor
+    masks: Mapping[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRun:
+    """A prompt's tokens [first, last) of the micro-batch and their context.
+
+    `block_rows` says where the context lies in the cache; None where the run is all of it.
+    """
+
+    first: int
+    last: int
+    context: int
+    block_rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Tokens [first, last) of the pass, with all that attention needs to know of them."""
+
+    first: int
+    last: int
+    slots: Tensor
+    rope: tuple[Tensor, Tensor]
+    decode: tuple[DecodeGroup, ...]
+    prompts: tuple[PromptRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Token ids [T] and micro-batches. `last_tokens[j][k]` is the last token of segment k of
+    micro-batch j, counted in the pass."""
+
+    token_ids: Tensor
+    micro_batches: tuple[MicroBatch, ...]
+    last_tokens: tuple[tuple[int, ...], ...]
+
+
+def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
+               windows: Seq[int | None]) -> Pass:  # fmt: skip
+    """Lay out the segments of each micro-batch; their blocks must already be allocated."""
+    first, ids = 0, []
+    micro_batches, last_tokens = [], []
+    for segments in groups:
+        order = sorted(range(len(segments)), key=lambda k: _rank(segments[k]))
+        ordered = [segments[k] for k in order]
+        ends = _ends(ordered, first)
+        position = dict(zip(order, ends, strict=True))
+        last_tokens.append(tuple(position[k] - 1 for k in range(len(segments))))
+        micro_batches.append(_micro_batch(first, ordered, kv=kv, rope=rope, windows=windows))
+        ids += [token for segment in ordered for token in segment.token_ids]
+        first = micro_batches[-1].last
+    return Pass(
+        token_ids=torch.tensor(ids),
+        micro_batches=tuple(micro_batches),
+        last_tokens=tuple(last_tokens),
+    )
+
+
+def _rank(segment: Segment) -> tuple[bool, int]:
+    """Single tokens first, by context length, so that neighbours make good decode groups."""
+    return (len(segment.token_ids) > 1, segment.end)
+
+
+def _ends(segments: Seq[Segment], first: int) -> list[int]:
+    ends, end = [], first
+    for segment in segments:
+        end += len(segment.token_ids)
+        ends.append(end)
+    return ends
+
+
+def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
+                 windows: Seq[int | None]) -> MicroBatch:  # fmt: skip
+    num_decode = sum(len(segment.token_ids) == 1 for segment in segments)
+    groups = tuple(
+        _decode_group(segments[a:b], a, kv=kv, windows=windows)
+        for a, b in _decode_bounds(segments[:num_decode], kv)
+    )
+    end, prompts = num_decode, []
+    for segment in segments[num_decode:]:
+        begin, end = end, end + len(segment.token_ids)
+        earlier = kv.block_rows([segment.blocks]) if segment.start else None
+        run = PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier)
+        prompts.append(run)
+    positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
+    slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
+    return MicroBatch(
+        first=first,
+        last=first + end,
+        slots=slots,
+        rope=rope.table(positions),
+        decode=groups,
+        prompts=tuple(prompts),
+    )
+
+
+def _decode_bounds(segments: Seq[Segment], kv: KVCache) -> Iterator[tuple[int, int]]:
+    """Cut rows that are sorted by length into groups of similar length and bounded bytes."""
+    first = 0
+    for k in range(1, len(segments) + 1):
+        if k < len(segments):
+            longest = len(segments[k].blocks)
+            full = longest * (k + 1 - first) * kv.gather_bytes_per_block > _MAX_GATHER_BYTES
+            if len(segments[first].blocks) >= _MIN_FILL * longest and not full:
+                continue
+        yield first, k
+        first = k
+
+
+def _decode_group(segments: Seq[Segment], first: int, *, kv: KVCache,
+                  windows: Seq[int | None]) -> DecodeGroup:  # fmt: skip
+    tables = [segment.blocks for segment in segments]
+    block_rows = kv.block_rows(tables)
+    length = torch.tensor([segment.end for segment in segments])[:, None]
+    position = torch.arange(block_rows.shape[2] * kv.block_tokens)
+    visible = position < length
+    masks = {
+        window: visible if window is None else visible & (position >= length - window)
+        for window in set(windows)
+    }
+    last = first + len(segments)
+    return DecodeGroup(first=first, last=last, block_rows=block_rows, masks=masks)

@@ -1,0 +1,111 @@
+"""This machine as the operating system describes it: free memory, cgroup limits, our own use.
+
+Reads /proc and /sys where there are any; elsewhere it falls back on what POSIX tells.
+"""
+
+import os
+import platform
+import resource
+from pathlib import Path
+from typing import Any
+
+# Left to the rest of the machine when the budget is "auto": page cache, other programs, estimates.
+_MARGIN_SHARE = 0.1
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_rss_bytes()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far.
+
+    Not getrusage where /proc exists: a child inherits its parent's peak there.
+    """
+    status = _field(Path("/proc/self/status"), "VmHWM:")
+    if status is not None:
+        return status * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def available_bytes() -> int:
+    """What this process may hold in all, its present use included: free on the machine, or what
+    its cgroup leaves, whichever is less; file cache counts as free."""
+    own = rss_bytes()
+    free = _field(Path("/proc/meminfo"), "MemAvailable:")
+    if free is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    cgroup = _cgroup_free_bytes()
+    machine = free * 1024
+    return own + (machine if cgroup is None else min(machine, cgroup))
+
+
+def default_budget_bytes() -> int:
+    """The budget of `--memory auto`: what is available, less a margin."""
+    return int(available_bytes() * (1 - _MARGIN_SHARE))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def describe() -> dict[str, Any]:
+    """The machine for a report."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": num_cores(),
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": None,
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number that follows a name in one of the kernel's text files."""
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_free_bytes() -> int | None:
+    """What the cgroup still allows, v2 or v1; None where there is no limit."""
+    for limit, usage, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            text = (_CGROUP / limit).read_text().strip()
+            if text == "max":
+                return None
+            used = int((_CGROUP / usage).read_text())
+        except (OSError, ValueError):
+            continue
+        stat = (_CGROUP / limit).with_name("memory.stat")
+        return max(0, int(text) - used + (_field(stat, cache) or 0))
+    return None

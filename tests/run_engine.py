@@ -1,0 +1,72 @@
+"""Runs the engine on token ids, for tests: no files of rows, no tokenizer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moebatch.data.requests import Completion, Request, RowError, SamplingParams
+from moebatch.model.checkpoint import Checkpoint
+from moebatch.model.resolve import resolve_model
+from moebatch.plan.policy import Policy
+from moebatch.runtime.engine import Engine
+
+POLICY = Policy(batch_size=8, micro_batch_size=3, kv_blocks=256, page_slots=2, prefill_tokens=64)
+
+
+class NoText:
+    """Stands in for a tokenizer: the text of a token is a letter."""
+
+    def push(self, token_id: int) -> str:
+        return chr(97 + token_id % 26)
+
+
+def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    return "".join(chr(97 + i % 26) for i in ids)
+
+
+def request(index: int, prompt: Sequence[int], **params: Any) -> Request:
+    defaults: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    return Request(
+        index=index,
+        id=f"row-{index}",
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(**{**defaults, **params}),
+    )
+
+
+@contextmanager
+def open_engine(path: Path, policy: Policy, **changes: Any) -> Iterator[Engine]:
+    """A loaded engine under a policy, with some of its fields changed."""
+    model = resolve_model(str(path))
+    with (
+        Checkpoint(path) as checkpoint,
+        Engine(
+            checkpoint,
+            spec=model.spec,
+            family=model.family,
+            policy=replace(policy, **changes),
+            open_stream=lambda skip: NoText(),
+            decode=decode,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=model.spec.max_model_len,
+        ) as engine,
+    ):
+        engine.load(threads=2)
+        yield engine
+
+
+def run(path: Path, requests: Sequence[Request], policy: Policy = POLICY, **changes: Any) -> list[Any]:
+    """Outcomes in the order of the rows."""
+    with open_engine(path, policy, **changes) as engine:
+        return sorted(engine.run(requests), key=_index)
+
+
+def _index(outcome: Completion | RowError) -> int:
+    return outcome.request.index if isinstance(outcome, Completion) else outcome.index
+
+
+def tokens(outcomes: Sequence[Any]) -> list[list[int]]:
+    """Token ids of the first choice of each row."""
+    return [list(outcome.choices[0].token_ids) for outcome in outcomes]

@@ -1,0 +1,121 @@
+"""Golden tests: our forward pass against `transformers`, float32, streamed and resident."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+import run_engine
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from run_engine import POLICY
+from run_forward import logits_everywhere
+
+TOLERANCE = 1e-4  # absolute, on logits of order one
+
+
+def prompts_of(seed: int, lengths: list[int], vocab_size: int = 97) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
+
+
+def assert_logits_equal(model, path: Path, prompts, *, chunk: int, **changes) -> None:
+    ours = logits_everywhere(path, prompts, replace(POLICY, **changes), chunk=chunk)
+    for prompt, mine in zip(prompts, ours, strict=True):
+        with torch.no_grad():
+            reference = model(torch.tensor([prompt])).logits[0]
+        assert (mine - reference).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", list(models.CONFIGS))
+@pytest.mark.parametrize("weights_resident", [0.0, 0.45, 1.0])
+def test_logits_equal_at_every_position(kind, weights_resident, tiny_models) -> None:
+    model, path = tiny_models(kind)
+    prompts = prompts_of(1, [1, 2, 33, 7, 16, 17])
+    for chunk in (64, 5):
+        assert_logits_equal(model, path, prompts, chunk=chunk, weights_resident=weights_resident)
+
+
+@pytest.mark.parametrize("kind", list(models.CONFIGS))
+@pytest.mark.parametrize("weights_resident", [0.0, 1.0])
+def test_greedy_text_equals_reference(kind, weights_resident, tiny_models) -> None:
+    model, path = tiny_models(kind)
+    prompts = prompts_of(2, [1, 3, 40, 16, 9, 21, 2, 2, 30])
+    reference = [models.reference_greedy(model, prompt, 12) for prompt in prompts]
+    requests = [run_engine.request(i, p, max_tokens=12) for i, p in enumerate(prompts)]
+    outcomes = run_engine.run(path, requests, weights_resident=weights_resident)
+    assert reference == run_engine.tokens(outcomes)
+
+
+def test_tied_embeddings_and_biases(tmp_path) -> None:
+    model = models.reference_model("llama", tie_word_embeddings=True, attention_bias=True)
+    path = models.save(model, tmp_path)
+    for resident in (0.0, 1.0):
+        assert_logits_equal(
+            model, path, prompts_of(3, [9, 4]), chunk=64, weights_resident=resident
+        )
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral"])
+def test_sliding_window(kind, tmp_path) -> None:
+    """Windows shorter than the prompt, in whole prompts, in chunks and in decode."""
+    model = models.reference_model(kind, sliding_window=6)
+    path = models.save(model, tmp_path)
+    prompts = prompts_of(4, [20, 3, 7])
+    for chunk in (64, 4, 1):
+        assert_logits_equal(model, path, prompts, chunk=chunk)
+
+
+def test_sharded_checkpoint_reads_the_same(tmp_path) -> None:
+    model = models.reference_model("mixtral")
+    path = models.save(model, tmp_path, max_shard_size="60KB")
+    assert len(list(path.glob("*.safetensors"))) > 3
+    assert_logits_equal(model, path, prompts_of(5, [12]), chunk=64, weights_resident=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_resident", [0.0, 1.0])
+def test_half_precision_weights_are_used_as_they_are(dtype, weights_resident, tmp_path) -> None:
+    """16-bit weights, float32 arithmetic: equal to the reference that was upcast to float32."""
+    model = models.reference_model("mixtral")
+    path = models.save(model, tmp_path, dtype=dtype)
+    prompts = prompts_of(6, [15, 2])
+    assert_logits_equal(model, path, prompts, chunk=64, weights_resident=weights_resident)
+
+
+@st.composite
+def shapes(draw):
+    heads_per_group = draw(st.integers(1, 3))
+    num_kv_heads = draw(st.integers(1, 3))
+    experts = draw(st.integers(2, 9))
+    return {
+        "hidden_size": draw(st.integers(3, 40)),
+        "intermediate_size": draw(st.integers(1, 45)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": num_kv_heads * heads_per_group,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": 2 * draw(st.integers(1, 9)),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw(st.integers(1, experts)),
+        "vocab_size": draw(st.integers(17, 130)),
+    }
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=shapes(),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    resident=st.floats(0, 1),
+    chunk=st.integers(1, 50),
+    slots=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(tmp_path_factory, shape, lengths, resident, chunk, slots, seed) -> None:
+    model = models.reference_model("mixtral", seed=seed, **shape)
+    path = models.save(model, tmp_path_factory.mktemp("shape"))
+    prompts = prompts_of(seed, lengths, shape["vocab_size"])
+    assert_logits_equal(
+        model, path, prompts, chunk=chunk, weights_resident=resident, page_slots=slots
+    )
