@@ -50,7 +50,12 @@ class Executor:
         work = _Work(tasks, self._done, self._before)
         for lane, lane_queue in self._queues.items():
             lane_queue.put(_Work([t for t in tasks if t.lane is lane], work.done, work.before))
-        self._drain(_Work([t for t in tasks if t.lane not in self._queues], work.done, work.before))
+        own = [t for t in tasks if t.lane not in self._queues]
+        try:
+            self._drain(_Work(own, work.done, work.before))
+        except BaseException as error:  # a later run must not wait for what will never end
+            self._fail(error)
+            raise
         if self._failure is not None:
             raise self._failure
         with self._changed:
@@ -72,10 +77,13 @@ class Executor:
             try:
                 self._drain(work)
             except BaseException as error:  # handed to the caller, who raises it
-                with self._changed:
-                    self._failure = self._failure or error
-                    self._changed.notify_all()
+                self._fail(error)
                 return
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
 
     def _drain(self, work: "_Work") -> None:
         for task in work.tasks:

@@ -65,8 +65,8 @@ class Forward:
         if weights.qkv_bias is not None:
             qkv += weights.qkv_bias
         q, k, v = (
-            t.unflatten(1, (-1, spec.head_dim))
-            for t in qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
+            t.view(t.shape[0], -1, spec.head_dim)
+            for t in torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=1)
         )
         if weights.q_norm is not None and weights.k_norm is not None:
             q = rms_norm(q, weights.q_norm, spec.rms_norm_eps)
@@ -125,5 +125,3 @@ class Forward:
             experts.flatten(), minlength=self._spec.num_experts
         )
         return group_by_expert(weights, experts, self._spec.num_experts)
-
-

@@ -85,4 +85,3 @@ class Sequence:
             stop_reason=self.finish.stop_reason,
             logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
         )
-

@@ -157,7 +157,7 @@ class WeightStore:
 
     def _read(self, parts: Sequence[Part], buffer: Tensor) -> dict[str, Tensor]:
         """Read parts into a byte buffer; views of it, in the checkpoint's types."""
-        memory = memoryview(buffer.numpy())
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
         tensors = {}
         for part, offset in zip(parts, self._layout(parts)[0], strict=True):
             end = offset

@@ -1,0 +1,1 @@
+"""What the person sees: the only part that talks to a person."""

@@ -1,0 +1,204 @@
+"""The options, one alias each, grouped in panels. Names follow vLLM, OpenAI and Hugging Face."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_INPUT, _OUTPUT = "Input", "Output"
+_GENERATION, _RESOURCES, _REPORTING = "Generation (a row wins)", "Resources", "Reporting"
+
+Dataset = Annotated[
+    list[str],
+    typer.Argument(metavar="DATASET", help="Files, globs, folders, hf://datasets/ORG/NAME or -."),
+]
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="A directory, a hub id, a short name, or demo."),
+]
+Output = Annotated[
+    str,
+    typer.Option("--output", "--output-file", "-o", help="Where the answers go; - is stdout.",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+OutputFormat = Annotated[str, typer.Option(help="auto, jsonl or parquet.", rich_help_panel=_OUTPUT)]
+OutputSchema = Annotated[
+    str, typer.Option(help="auto (like the row), openai or flat.", rich_help_panel=_OUTPUT)
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(help="Add a column: token_ids, prompt_token_ids.", rich_help_panel=_OUTPUT),
+]
+Order = Annotated[str, typer.Option(help="input or completion.", rich_help_panel=_OUTPUT)]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT)
+]
+AllowRowErrors = Annotated[
+    bool,
+    typer.Option("--allow-row-errors", help="Exit 0 though rows failed.", rich_help_panel=_OUTPUT),
+]
+InputFormat = Annotated[
+    str, typer.Option(help="auto, jsonl, parquet, csv or txt.", rich_help_panel=_INPUT)
+]
+PromptColumn = Annotated[
+    str | None, typer.Option(help="Column with the prompt text.", rich_help_panel=_INPUT)
+]
+MessagesColumn = Annotated[
+    str | None, typer.Option(help="Column with chat messages.", rich_help_panel=_INPUT)
+]
+TokenIdsColumn = Annotated[
+    str | None, typer.Option(help="Column with prompt token ids.", rich_help_panel=_INPUT)
+]
+IdColumn = Annotated[
+    str | None, typer.Option(help="Column with the row's id.", rich_help_panel=_INPUT)
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", "-L", help="Read at most N rows.", rich_help_panel=_INPUT)
+]
+Offset = Annotated[int, typer.Option(help="Skip the first N rows.", rich_help_panel=_INPUT)]
+System = Annotated[
+    str | None,
+    typer.Option("--system", "-s", help="System message: text, or @file.", rich_help_panel=_INPUT),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Unknown parameters are row errors.", rich_help_panel=_INPUT),
+]
+HubSubset = Annotated[
+    str | None,
+    typer.Option("--hf-subset", help="Subset of a hub data set.", rich_help_panel=_INPUT),
+]
+HubSplit = Annotated[
+    str | None, typer.Option("--hf-split", help="Split of a hub data set.", rich_help_panel=_INPUT)
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option("--cache-dir", "--download-dir", help="Where downloaded models lie."),
+]
+Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt + answer, in tokens; default: the model's.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", "--max-new-tokens", help="Tokens to generate at most.",
+                 rich_help_panel=_GENERATION),
+]  # fmt: skip
+MinTokens = Annotated[
+    int | None, typer.Option(help="No end before this many.", rich_help_panel=_GENERATION)
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 is greedy.", rich_help_panel=_GENERATION)
+]
+Greedy = Annotated[
+    bool, typer.Option("--greedy", help="Same as --temperature 0.", rich_help_panel=_GENERATION)
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Nucleus: likeliest mass kept.", rich_help_panel=_GENERATION)
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Likeliest tokens kept; 0 = all.", rich_help_panel=_GENERATION)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Least share of the likeliest token's.", rich_help_panel=_GENERATION),
+]
+Choices = Annotated[
+    int | None, typer.Option("--n", help="Answers a row.", rich_help_panel=_GENERATION)
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the sampling.", rich_help_panel=_GENERATION)
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Stop at this text (repeat).", rich_help_panel=_GENERATION)
+]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option(help="Stop at this token (repeat).", rich_help_panel=_GENERATION)
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after EOS.", rich_help_panel=_GENERATION)
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: repeat less.", rich_help_panel=_GENERATION)
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="OpenAI's; -2 to 2.", rich_help_panel=_GENERATION)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="OpenAI's; -2 to 2.", rich_help_panel=_GENERATION)
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(help="Log-probabilities of the K likeliest.", rich_help_panel=_GENERATION),
+]
+IncludeStop = Annotated[
+    bool,
+    typer.Option("--include-stop-str-in-output", help="Keep the stop text.",
+                 rich_help_panel=_GENERATION),
+]  # fmt: skip
+SkipSpecial = Annotated[
+    bool | None,
+    typer.Option("--skip-special-tokens/--no-skip-special-tokens", show_default=False,
+                 help="Leave special tokens out of the text (default).",
+                 rich_help_panel=_GENERATION),
+]  # fmt: skip
+GenerationConfig = Annotated[
+    str,
+    typer.Option(help="auto (the model's), none, or a JSON file.", rich_help_panel=_GENERATION),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(help="A template file, or a name among the model's.", rich_help_panel=_GENERATION),
+]
+ApplyChatTemplate = Annotated[
+    str,
+    typer.Option(help="auto (messages only), always or never.", rich_help_panel=_GENERATION),
+]
+OnTooLong = Annotated[
+    str,
+    typer.Option(help="Prompt beyond the model: error, truncate or skip.",
+                 rich_help_panel=_GENERATION),
+]  # fmt: skip
+TruncationSide = Annotated[
+    str, typer.Option(help="What is cut: left, right or middle.", rich_help_panel=_GENERATION)
+]
+Memory = Annotated[
+    str,
+    typer.Option("--memory", "--cpu-memory", help="Host memory of the whole process: auto or 6GiB.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+CpuThreads = Annotated[
+    int | None, typer.Option(help="Threads; default: all cores.", rich_help_panel=_RESOURCES)
+]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Rows in flight; default: planned.", rich_help_panel=_RESOURCES)
+]
+MicroBatchSize = Annotated[
+    int | None,
+    typer.Option(help="Rows per attention call; default: planned.", rich_help_panel=_RESOURCES),
+]
+WeightsResident = Annotated[
+    str,
+    typer.Option(help="Share of the weights kept in memory: auto or 0..1.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(help="auto (the weights'), float32, bfloat16 or float16.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+ReportFile = Annotated[
+    str | None,
+    typer.Option("--report", help="Report file; default OUT.moebatch/report.json.",
+                 rich_help_panel=_REPORTING),
+]  # fmt: skip
+Progress = Annotated[
+    str, typer.Option(help="auto, bar, plain or none.", rich_help_panel=_REPORTING)
+]
+JsonReport = Annotated[
+    bool, typer.Option("--json", help="Print the report on stdout.", rich_help_panel=_REPORTING)
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only errors.", rich_help_panel=_REPORTING)
+]

@@ -1,0 +1,151 @@
+"""One reader per format; each yields (line or row number from 1, row) and holds a small part."""
+
+import csv
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from moebatch.data.json_lines import BadRow, Row, iter_json_lines
+from moebatch.data.sources import Source, SourceKind
+from moebatch.errors import InputError, InputNotFound
+
+_PARQUET_BATCH_ROWS = 256
+# The csv module refuses fields over 128 KiB unless told otherwise; a prompt may be longer.
+_MAX_CSV_FIELD_CHARS = 2**30
+
+Rows = Iterator[tuple[int, Row]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubPart:
+    """Which part of a `datasets` data set is meant: --hf-subset and --hf-split."""
+
+    subset: str | None = None
+    split: str | None = None
+
+
+def iter_source(source: Source, *, part: HubPart) -> Rows:
+    """Yield the rows of one source.
+
+    Raises: InputNotFound, InputError when the source as a whole cannot be read.
+    """
+    if source.kind in _DATASETS:
+        with _readable(source.name):
+            yield from enumerate(_DATASETS[source.kind](source.name, part), start=1)
+    else:
+        with _readable(source.name):
+            yield from _FILES[source.kind](source.name)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turn what the libraries raise about a source into one line for the user."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputNotFound(f"{name} is not there: {_one_line(error)}") from error
+    except ConnectionError as error:
+        raise InputNotFound(f"{name} cannot be reached: {_one_line(error)}") from error
+    except (OSError, EOFError, zlib.error, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} cannot be read: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split()) or type(error).__name__
+
+
+@contextmanager
+def _open_bytes(name: str) -> Iterator[Iterable[bytes]]:
+    if name == "-":
+        yield sys.stdin.buffer
+    else:
+        with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as stream:
+            yield stream
+
+
+def _jsonl(name: str) -> Rows:
+    with _open_bytes(name) as stream:
+        yield from iter_json_lines(stream)
+
+
+def _text_lines(stream: Iterable[bytes]) -> Iterator[str]:
+    """Lines as text. Bad bytes stay as surrogates, so that only their own row fails, later."""
+    for number, line in enumerate(stream):
+        text = line.decode("utf-8", "surrogateescape")
+        yield text.removeprefix("\ufeff") if number == 0 else text
+
+
+def _txt(name: str) -> Rows:
+    with _open_bytes(name) as stream:
+        for number, line in enumerate(_text_lines(stream), start=1):
+            if line.strip():
+                yield number, {"prompt": line.rstrip("\r\n")}
+
+
+def _csv(name: str) -> Rows:
+    csv.field_size_limit(_MAX_CSV_FIELD_CHARS)
+    with _open_bytes(name) as stream:
+        reader = csv.reader(_text_lines(stream), strict=True)
+        header = next(reader, [])
+        while True:
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield reader.line_num, BadRow(message=f"not CSV: {error}")
+                continue
+            if fields:
+                yield reader.line_num, _csv_row(header, fields)
+
+
+def _csv_row(header: list[str], fields: list[str]) -> Row:
+    if len(fields) != len(header):
+        return BadRow(message=f"not CSV: {len(fields)} fields, the header has {len(header)}")
+    return dict(zip(header, fields, strict=True))
+
+
+def _parquet(name: str) -> Rows:
+    import pyarrow.parquet as pq
+
+    number = 0
+    with pq.ParquetFile(name) as file:
+        for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+
+
+def _saved(name: str, part: HubPart) -> Iterable[dict[str, Any]]:
+    """A data set that `datasets` saved to disk; it is memory-mapped, not loaded."""
+    import datasets
+
+    loaded = datasets.load_from_disk(name)
+    if not isinstance(loaded, dict):
+        return loaded  # type: ignore[no-any-return]
+    split = part.split or (next(iter(loaded)) if len(loaded) == 1 else "train")
+    if split not in loaded:
+        raise InputError(
+            f"{name} has no split {split!r}", hint=f"name one with --hf-split: {', '.join(loaded)}"
+        )
+    return loaded[split]  # type: ignore[no-any-return]
+
+
+def _hub(name: str, part: HubPart) -> Iterable[dict[str, Any]]:
+    import datasets
+
+    split = part.split or "train"
+    return datasets.load_dataset(name, part.subset, split=split, streaming=True)  # type: ignore[no-any-return]
+
+
+_FILES: dict[SourceKind, Callable[[str], Rows]] = {
+    "jsonl": _jsonl, "parquet": _parquet, "csv": _csv, "txt": _txt,
+}  # fmt: skip
+_DATASETS: dict[SourceKind, Callable[[str, HubPart], Iterable[dict[str, Any]]]] = {
+    "saved": _saved, "hub": _hub,
+}  # fmt: skip
