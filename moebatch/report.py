@@ -77,6 +77,7 @@ class Report:
     model_name: str
     model_revision: str | None
     spec: ModelSpec
+    compute_dtype: str | None
     machine: dict[str, Any]
     policy: Policy | None
     policy_source: str
@@ -183,6 +184,7 @@ class Report:
             "revision": self.model_revision,
             "family": self.spec.family,
             "dtype": self.spec.weight_dtype,
+            "compute_dtype": self.compute_dtype,
             "params": self.spec.total_params,
             "active_params": self.spec.active_params,
         }

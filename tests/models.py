@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig
-from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -41,7 +48,9 @@ CONFIGS: dict[str, Any] = {
     ),
     "llama": lambda **kw: LlamaConfig(**{**BASE, **kw}),
     "mistral": lambda **kw: MistralConfig(**{**BASE, "sliding_window": None, **kw}),
-    "qwen2": lambda **kw: Qwen2Config(**{k: v for k, v in {**BASE, **kw}.items() if k != "head_dim"}),
+    "qwen2": lambda **kw: Qwen2Config(
+        **{k: v for k, v in {**BASE, **kw}.items() if k != "head_dim"}
+    ),
     "qwen3": lambda **kw: Qwen3Config(**{**BASE, **kw}),
 }
 
@@ -60,7 +69,9 @@ def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
             if "norm" in name:
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                parameter.copy_(noise * (0.5 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5))
+                parameter.copy_(
+                    noise * (0.5 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
+                )
     return model
 
 

@@ -37,7 +37,9 @@ def request(index: int, prompt: Sequence[int], **params: Any) -> Request:
 
 
 @contextmanager
-def open_engine(path: Path, policy: Policy, **changes: Any) -> Iterator[Engine]:
+def open_engine(
+    path: Path, policy: Policy, *, compute: Any = "float32", **changes: Any
+) -> Iterator[Engine]:
     """A loaded engine under a policy, with some of its fields changed."""
     model = resolve_model(str(path))
     with (
@@ -51,13 +53,16 @@ def open_engine(path: Path, policy: Policy, **changes: Any) -> Iterator[Engine]:
             decode=decode,
             eos_token_ids=model.eos_token_ids,
             max_model_len=model.spec.max_model_len,
+            compute=compute,
         ) as engine,
     ):
         engine.load(threads=2)
         yield engine
 
 
-def run(path: Path, requests: Sequence[Request], policy: Policy = POLICY, **changes: Any) -> list[Any]:
+def run(
+    path: Path, requests: Sequence[Request], policy: Policy = POLICY, **changes: Any
+) -> list[Any]:
     """Outcomes in the order of the rows."""
     with open_engine(path, policy, **changes) as engine:
         return sorted(engine.run(requests), key=_index)

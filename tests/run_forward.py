@@ -20,7 +20,7 @@ from moebatch.runtime.weight_store import WeightStore
 
 
 def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Policy, *,
-                      chunk: int) -> list[Tensor]:  # fmt: skip
+                      chunk: int, compute: str = "float32") -> list[Tensor]:  # fmt: skip
     """[len, V] for each prompt; prompts go through in passes of `chunk` tokens each."""
     model = resolve_model(str(path))
     spec, table = model.spec, table_of(model.spec, policy)
@@ -36,7 +36,12 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
     found: list[list[Tensor]] = [[] for _ in prompts]
     with Checkpoint(path) as checkpoint:
         store = WeightStore(
-            checkpoint, spec=spec, family=model.family, table=table, page_slots=slots
+            checkpoint,
+            spec=spec,
+            family=model.family,
+            table=table,
+            page_slots=slots,
+            compute=compute,
         )
         forward = Forward(spec=spec, store=store, kv=kv)
         executor = Executor(forward.handlers, background=[Lane.DISK])

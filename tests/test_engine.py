@@ -2,6 +2,7 @@
 
 import random
 
+import models
 import pytest
 import run_engine
 import torch
@@ -11,6 +12,7 @@ from run_engine import POLICY, request, run, tokens
 from safetensors.torch import load_file, save_file
 
 from moebatch.data.requests import Completion, RowError
+from moebatch.model.linear import has_bf16
 
 
 def rows(count: int, *, seed: int = 0, **params):
@@ -29,9 +31,7 @@ def test_text_is_the_same_for_every_batch_and_micro_batch_size(
     expected = None
     for batch_size in (1, 7, 64):
         for micro_batch_size in (1, 3, 16):
-            out = tokens(
-                run(path, work, batch_size=batch_size, micro_batch_size=micro_batch_size)
-            )
+            out = tokens(run(path, work, batch_size=batch_size, micro_batch_size=micro_batch_size))
             expected = expected or out
             assert expected == out
 
@@ -68,7 +68,7 @@ def test_choices_of_one_row_differ_and_do_not_depend_on_n(tiny_models) -> None:
     (three,) = run(path, [request(0, [5, 6, 7], n=3, temperature=1.0, max_tokens=12)])
     (one,) = run(path, [request(0, [5, 6, 7], n=1, temperature=1.0, max_tokens=12)])
     texts = [choice.token_ids for choice in three.choices]
-    assert [0, 1, 2] == [choice.index for choice in three.choices]
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
     assert len(set(texts)) == 3
     assert texts[0] == one.choices[0].token_ids
 
@@ -143,19 +143,19 @@ def test_a_row_too_large_for_the_cache_is_a_row_error(tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = [request(0, [4] * 100, max_tokens=50), request(1, [4, 5], max_tokens=3)]
     large, small = run(path, work, kv_blocks=4)
-    assert "oom_row" == large.code
-    assert 3 == len(small.choices[0].token_ids)
+    assert large.code == "oom_row"
+    assert len(small.choices[0].token_ids) == 3
 
 
 def test_the_cache_is_used_up_to_its_last_block(tiny_models) -> None:
     """Rows that fit only one at a time still all get through, in micro-batches with equal shares."""
     path = tiny_models("mixtral")[1]
     work = [request(i, [4] * 60, max_tokens=5) for i in range(5)]
-    assert 5 == len(run(path, work, kv_blocks=4, batch_size=4, micro_batch_size=1))
+    assert len(run(path, work, kv_blocks=4, batch_size=4, micro_batch_size=1)) == 5
 
 
 def test_no_requests(tiny_models) -> None:
-    assert [] == run(tiny_models("mixtral")[1], [])
+    assert run(tiny_models("mixtral")[1], []) == []
 
 
 def test_requests_are_taken_only_as_needed(tiny_models) -> None:
@@ -201,3 +201,16 @@ def test_a_file_that_shrinks_while_it_is_streamed(tiny_models, tmp_path) -> None
             file.truncate(20_000)
         with pytest.raises(ModelError, match="ends inside tensor"):
             list(results)
+
+
+@pytest.mark.skipif(not has_bf16(), reason="this processor has no bf16 arithmetic")
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_bf16_text_is_the_same_under_any_policy(temperature, tmp_path) -> None:
+    """Rounding to bf16 would make near ties frequent, were a token's sums not always the same."""
+    path = models.save(models.reference_model("mixtral"), tmp_path, dtype=torch.bfloat16)
+    work = rows(40, temperature=temperature, seed=9)
+    bf16 = {"compute": "bfloat16", "kv_dtype": "bfloat16"}
+    expected = tokens(run(path, work, **bf16))
+    for batch_size, micro_batch_size, resident in ((1, 1, 1.0), (40, 16, 0.0), (7, 3, 0.5)):
+        sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
+        assert expected == tokens(run(path, work, weights_resident=resident, **sizes, **bf16))

@@ -53,9 +53,7 @@ def test_tied_embeddings_and_biases(tmp_path) -> None:
     model = models.reference_model("llama", tie_word_embeddings=True, attention_bias=True)
     path = models.save(model, tmp_path)
     for resident in (0.0, 1.0):
-        assert_logits_equal(
-            model, path, prompts_of(3, [9, 4]), chunk=64, weights_resident=resident
-        )
+        assert_logits_equal(model, path, prompts_of(3, [9, 4]), chunk=64, weights_resident=resident)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "mixtral"])

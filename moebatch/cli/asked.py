@@ -59,6 +59,7 @@ class ResourceOptions:
 
     memory_bytes: int | None
     cpu_threads: int | None
+    dtype: str
     overrides: Overrides
 
 

@@ -174,8 +174,9 @@ class Job:
         tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
     ) -> "Computed":  # fmt: skip
         from moebatch.runtime import host
-        from moebatch.runtime.engine import Engine, use_threads
+        from moebatch.runtime.engine import Engine, compute_type, use_threads
 
+        compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
         threads = use_threads(self.resources.cpu_threads or host.num_cores())
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
@@ -197,13 +198,14 @@ class Job:
             decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
+            compute=compute,
         ) as engine:
             engine.load(threads=threads, progress=view.loading)
             for outcome in engine.run(
                 requests, lambda stats: view.running(_state(stats, flow, total, workload))
             ):
                 flow.take(outcome)
-            return Computed.of(engine, policy=policy, memory=memory, budget=budget)
+            return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
 
     def _count_rows(self) -> int | None:
         return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
@@ -223,6 +225,7 @@ class Job:
             model_name=self.model.name,
             model_revision=self.model.revision,
             spec=self.model.spec,
+            compute_dtype=done.compute,
             machine=host.describe(),
             policy=done.policy,
             policy_source="planned" if self.resources.overrides == Overrides() else "overridden",
@@ -248,6 +251,7 @@ class Computed:
     policy: Policy | None
     memory: MemoryPlan | None
     budget: int
+    compute: str | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -257,13 +261,15 @@ class Computed:
     expert_tokens: Sequence[Sequence[int]] = ()
 
     @classmethod
-    def of(cls, engine: "Engine", *, policy: Policy, memory: MemoryPlan, budget: int) -> "Computed":
+    def of(cls, engine: "Engine", *, policy: Policy, memory: MemoryPlan, budget: int,
+           compute: str) -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
             policy=policy,
             memory=memory,
             budget=budget,
+            compute=compute,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
             decode_s=stats.decode_s,

@@ -77,6 +77,10 @@ CacheDir = Annotated[
     typer.Option("--cache-dir", "--download-dir", help="Where downloaded models lie."),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the hub.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Arithmetic: auto (bf16 where weights and CPU are), float32, bfloat16."),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt + answer, in tokens; default: the model's.")
 ]

@@ -44,6 +44,7 @@ def run(
     revision: opt.Revision = None,
     cache_dir: opt.CacheDir = None,
     offline: opt.Offline = False,
+    dtype: opt.Dtype = "auto",
     max_model_len: opt.MaxModelLen = None,
     max_tokens: opt.MaxTokens = None,
     min_tokens: opt.MinTokens = None,
@@ -88,7 +89,7 @@ def run(
     check_choices(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
-        truncation_side=truncation_side, kv_cache_dtype=kv_cache_dtype,
+        truncation_side=truncation_side, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
     )  # fmt: skip
     view = make_view(progress, quiet=quiet)
     flags = {
@@ -121,7 +122,7 @@ def run(
             strict=strict, on_too_long=on_too_long, truncation_side=truncation_side,
             max_model_len=max_model_len,
         ),
-        resources=resources(memory, cpu_threads=cpu_threads, batch_size=batch_size,
+        resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
                             weights_resident=weights_resident),
     )  # fmt: skip
@@ -171,6 +172,7 @@ CHOICES = {
     "apply_chat_template": ("auto", "always", "never"),
     "on_too_long": ("error", "truncate", "skip"),
     "truncation_side": ("left", "right", "middle"),
+    "dtype": ("auto", "float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 
@@ -200,7 +202,7 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
     return 0.0 if greedy else temperature
 
 
-def resources(memory: str, *, cpu_threads: int | None, batch_size: int | None,
+def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
               kv_cache_dtype: str) -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
@@ -217,6 +219,7 @@ def resources(memory: str, *, cpu_threads: int | None, batch_size: int | None,
     return ResourceOptions(
         memory_bytes=None if memory == "auto" else parse_bytes(memory),
         cpu_threads=cpu_threads,
+        dtype=dtype,
         overrides=Overrides(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,

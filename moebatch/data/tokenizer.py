@@ -113,7 +113,7 @@ def _backend(model_dir: Path, *, added: list[AddedToken]) -> Backend:
         return SentencePieceBackend(model_dir / "tokenizer.model", added=added)
     raise ModelError(
         f"{model_dir} holds no tokenizer",
-        hint="expected tokenizer.json or tokenizer.model; another one can be named by --tokenizer",
+        hint="expected tokenizer.json or tokenizer.model beside config.json",
     )
 
 

@@ -1,17 +1,19 @@
 """y = x W^T for weights that stay in 16 bits: the plain form and the fast ones.
 
-Activations are float32 on the host, whatever the weights' type, and so is every product and sum:
-the forms differ in rounding only, by the order of additions.
+Compute type "float32": activations are float32 and so is every product and sum; the forms differ
+only by the order of additions. "bfloat16": matrix inputs and outputs are rounded to bf16, sums are
+float32; a token's result is then bit for bit the same in any batch, packed or not.
 
 Shapes: T tokens, I inputs (columns), O outputs (rows).
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+ComputeType = Literal["float32", "bfloat16"]
 _FP16_MAX = 65504.0
 # Rows are upcast in tiles that stay in the L2 cache (1 MiB of float32 a core, two cores).
 _TILE_ELEMENTS = 1 << 19
@@ -84,11 +86,57 @@ class PackedLinear:
         return float(weight.abs().amax()) <= _FP16_MAX
 
 
+class Bf16Linear:
+    """A bf16 weight times bf16 activations by oneDNN; the weight as it lies in memory."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [O, I] bf16; kept as it is, not copied."""
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] float32 -> [T, O] float32."""
+        return linear(x.bfloat16(), self._weight).float()
+
+
+class PackedBf16Linear:
+    """The same, the weight reordered into oneDNN's blocks once: twice as fast at few tokens."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [O, I] bf16 is copied; it may be freed afterwards."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] float32 -> [T, O] float32."""
+        apply = torch.ops.mkldnn._linear_pointwise
+        y: Tensor = apply(x.bfloat16(), self._packed, None, "none", [], "")
+        return y.float()
+
+
 def has_fbgemm() -> bool:
     """Whether PyTorch was built with fbgemm (x86 only)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack(weight: Tensor) -> Linear:
-    """The fastest form for a weight that stays in memory; copies it where that is a packed one."""
+def has_bf16() -> bool:
+    """Whether this processor multiplies bf16 numbers in hardware and oneDNN makes use of it."""
+    instructions = (
+        getattr(torch.cpu, "_is_avx512_bf16_supported", None),
+        getattr(torch.cpu, "_is_amx_tile_supported", None),
+    )
+    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and any(
+        supported is not None and supported() for supported in instructions
+    )
+
+
+def pack(weight: Tensor, compute: ComputeType = "float32") -> Linear:
+    """The fastest form for a weight that stays in memory; copies it."""
+    if compute == "bfloat16" and weight.dtype == torch.bfloat16:
+        return PackedBf16Linear(weight)
     return PackedLinear(weight) if PackedLinear.can_pack(weight) else TensorLinear(weight.clone())
+
+
+def in_place(weight: Tensor, compute: ComputeType = "float32") -> Linear:
+    """The form for a weight that is used where it lies, as long as its bytes are there."""
+    if compute == "bfloat16" and weight.dtype == torch.bfloat16:
+        return Bf16Linear(weight)
+    return TensorLinear(weight)

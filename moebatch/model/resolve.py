@@ -77,7 +77,9 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
     if "/" not in repo:
         raise ModelError(
             f"there is no directory and no short name {name!r}",
-            hint="short names: demo, " + ", ".join(SHORT_NAMES) + "; or give a hub id like org/name",
+            hint="short names: demo, "
+            + ", ".join(SHORT_NAMES)
+            + "; or give a hub id like org/name",
         )
     found = _download(repo, revision=revision, cache_dir=cache_dir, offline=offline)
     return _read(found, name=repo, revision=found.name)
@@ -125,7 +127,12 @@ def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
         RevisionNotFoundError,
     )
 
-    local_only = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    local_only = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in (
+        "1",
+        "TRUE",
+        "YES",
+        "ON",
+    )
     try:
         return Path(
             snapshot_download(
@@ -141,14 +148,18 @@ def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
             f"{repo} is gated", hint="ask for access on its page, then run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
-        raise ModelError(f"the hub has no model {repo}", hint="check the spelling, or log in with `hf auth login`") from None  # fmt: skip
+        raise ModelError(
+            f"the hub has no model {repo}",
+            hint="check the spelling, or log in with `hf auth login`",
+        ) from None
     except RevisionNotFoundError:
         raise ModelError(f"{repo} has no revision {revision}") from None
     except HFValidationError:
         raise ModelError(f"{repo!r} is no valid model name", hint="write it as org/name") from None
     except LocalEntryNotFoundError:
         raise ModelError(
-            f"{repo} is not in the cache" + (" and offline mode is on" if local_only else ", and the hub cannot be reached"),
+            f"{repo} is not in the cache"
+            + (" and offline mode is on" if local_only else ", and the hub cannot be reached"),
             hint="go online and run the command again, or give a local directory",
         ) from None
     except OSError as error:

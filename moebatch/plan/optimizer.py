@@ -44,14 +44,20 @@ class Overrides:
 
 def table_of(spec: ModelSpec, policy: Policy) -> PageTable:
     """The page table that a policy's `weights_resident` stands for: attention pages are kept first."""
-    kept = round(policy.weights_resident * num_pages(spec))
-    attention = min(kept, spec.num_layers)
+    attention, experts = resident_pages(spec, policy)
     return page_table(
         spec.num_layers,
         spec.num_experts,
         resident_attention=attention,
-        resident_experts=kept - attention,
+        resident_experts=experts,
     )
+
+
+def resident_pages(spec: ModelSpec, policy: Policy) -> tuple[int, int]:
+    """How many attention pages and expert pages of the model stay in memory."""
+    kept = round(policy.weights_resident * num_pages(spec))
+    attention = min(kept, spec.num_layers)
+    return attention, kept - attention
 
 
 def num_pages(spec: ModelSpec) -> int:
@@ -61,17 +67,18 @@ def num_pages(spec: ModelSpec) -> int:
 
 def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan:
     """Peak host memory under a policy; `base_bytes` is what the process takes before any weights."""
-    table = table_of(spec, policy)
+    # Counts, not a page table: the search asks for thousands of policies.
+    attention_pages, expert_pages = resident_pages(spec, policy)
     expert, attention = expert_page_bytes(spec), attention_page_bytes(spec)
-    resident = sum(expert if page else attention for _, page in table.resident)
-    streams_attention = any(page == 0 for _, page in table.streamed)
-    slot = max(expert, attention) if streams_attention else expert
-    slots = min(policy.page_slots, len(table.streamed))
+    resident = attention_pages * attention + expert_pages * expert
+    slot = max(expert, attention) if attention_pages < spec.num_layers else expert
+    staged = max(expert * (expert_pages > 0), attention * (attention_pages > 0))
+    slots = min(policy.page_slots, num_pages(spec) - attention_pages - expert_pages)
     return MemoryPlan(
         base=base_bytes,
         vocabulary=vocabulary_bytes(spec),
         resident_weights=resident,
-        page_buffer=slots * slot + 2 * slot,  # two staging buffers while loading
+        page_buffer=slots * slot + 2 * staged,  # two staging buffers while loading
         kv_cache=policy.kv_blocks * kv_block_bytes(spec, policy.kv_dtype),
         activations=activation_bytes(spec, policy),
         logits=logit_bytes(spec, policy.batch_size),
@@ -113,7 +120,7 @@ def _candidates(spec: ModelSpec, workload: WorkloadSpec, fixed: Overrides) -> It
         if fixed.weights_resident is None
         else [round(fixed.weights_resident * pages)]
     )
-    batch_size = fixed.batch_size or 1
+    batch_size = 1 if fixed.batch_size is None else fixed.batch_size
     if workload.num_sequences is not None:
         batch_size = min(batch_size, max(1, workload.num_sequences))
     for kept in kept_choices:
@@ -121,7 +128,7 @@ def _candidates(spec: ModelSpec, workload: WorkloadSpec, fixed: Overrides) -> It
         for prefill in _PREFILL_CHOICES if fixed.prefill_tokens is None else [fixed.prefill_tokens]:
             yield Policy(
                 batch_size=batch_size,
-                micro_batch_size=min(fixed.micro_batch_size or _MICRO_BATCH, batch_size),
+                micro_batch_size=_micro_batch_size(fixed, batch_size),
                 weights_resident=kept / pages,
                 prefill_tokens=prefill,
                 page_slots=max(1, min(streamed, max(4, ceil(streamed / spec.num_layers / 2)))),
@@ -152,10 +159,15 @@ def _grow(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, spare_bytes: 
     return replace(
         policy,
         batch_size=batch_size,
-        micro_batch_size=min(fixed.micro_batch_size or _MICRO_BATCH, batch_size),
+        micro_batch_size=_micro_batch_size(fixed, batch_size),
         kv_blocks=min(most, max(policy.kv_blocks, ceil((batch_size - 1) * _mean_blocks(workload))
                                 + extra)),
     )  # fmt: skip
+
+
+def _micro_batch_size(fixed: Overrides, batch_size: int) -> int:
+    wanted = _MICRO_BATCH if fixed.micro_batch_size is None else fixed.micro_batch_size
+    return min(wanted, batch_size)
 
 
 def throughput(spec: ModelSpec, workload: WorkloadSpec, policy: Policy) -> float:
@@ -163,15 +175,19 @@ def throughput(spec: ModelSpec, workload: WorkloadSpec, policy: Policy) -> float
 
     Source: MoE-Lightning, eq. 12-14 and the objective of section 3.3, for a machine of two tiers.
     """
-    table = table_of(spec, policy)
-    expert, attention = expert_page_bytes(spec), attention_page_bytes(spec)
-    stream_s = sum(expert if page else attention for _, page in table.streamed) / DISK_BYTES_PER_S
+    attention_pages, expert_pages = resident_pages(spec, policy)
+    streamed_attention = spec.num_layers - attention_pages
+    streamed_experts = spec.num_layers * spec.num_experts - expert_pages
+    stream_s = (
+        streamed_attention * attention_page_bytes(spec) + streamed_experts * expert_page_bytes(spec)
+    ) / DISK_BYTES_PER_S
     token_s = 2 * spec.active_params / COMPUTE_FLOPS_PER_S
     # Each pass reads the resident weights once from memory, however few tokens it carries.
     weight_s = spec.total_params * DTYPE_BYTES[spec.weight_dtype] / 2e10
     batch = policy.batch_size
     prompt_tokens = batch * workload.mean_prompt
-    prefill_passes = ceil(prompt_tokens / policy.prefill_tokens)
+    # Not rounded up: passes are shared with decode, and a larger batch must not look slower.
+    prefill_passes = max(1.0, prompt_tokens / policy.prefill_tokens)
     prefill_s = max(prefill_passes * max(stream_s, weight_s), prompt_tokens * token_s)
     decode_s = workload.mean_gen * max(stream_s, weight_s, batch * token_s)
     return batch * workload.mean_gen / (prefill_s + decode_s)

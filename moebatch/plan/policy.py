@@ -9,9 +9,16 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from moebatch.errors import UsageError
+from moebatch.plan.model_spec import DTYPE_BYTES
 
 Processor = Literal["cpu", "gpu"]
 KV_BLOCK_TOKENS = 16
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "attention": ("cpu", "gpu"),
+    "ffn": ("cpu", "gpu"),
+    "kv_dtype": tuple(DTYPE_BYTES),
+    "schedule": ("zigzag",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +46,17 @@ class Policy:
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""
         for name in ("batch_size", "micro_batch_size", "prefill_tokens", "page_slots", "kv_blocks"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"policy: {name} is {getattr(self, name)}, must be at least 1")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 1 on")
         for name in ("weights_resident", "kv_resident"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(f"policy: {name} is {getattr(self, name)}, must be 0 to 1")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
+                raise UsageError(f"policy: {name} is {value!r}, must be 0 to 1")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"policy: {name} is {getattr(self, name)!r}",
+                                 hint="known are: " + ", ".join(allowed))  # fmt: skip
 
     @property
     def num_micro_batches(self) -> int:
@@ -62,9 +75,11 @@ class Policy:
         """
         try:
             values = json.loads(text)
+            if not isinstance(values, dict):
+                raise UsageError("not a policy: no JSON object")
             unknown = set(values) - {field.name for field in fields(cls)}
             if unknown:
                 raise UsageError(f"policy: unknown field {sorted(unknown)[0]!r}")
             return cls(**values)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"not a policy: {error}") from None

@@ -69,9 +69,7 @@ def zigzag(table: PageTable, *, num_micro_batches: int, page_slots: int) -> list
     for layer in range(table.num_layers):
         wait, carried = _arrival(order, (layer, ATTENTION_PAGE), page_slots)
         for j in range(num_micro_batches):
-            tasks.append(
-                Task(Op.PRE_ATTN, Lane.CPU, layer, j, deps=last + wait, carried=carried)
-            )
+            tasks.append(Task(Op.PRE_ATTN, Lane.CPU, layer, j, deps=last + wait, carried=carried))
             tasks.append(Task(Op.CPU_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
             tasks.append(Task(Op.POST_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
         routed = tuple((Op.POST_ATTN, layer, j, 0) for j in range(num_micro_batches))

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import torch
 
 from moebatch.data.requests import Choice, Completion, Outcome, Request, RowError
+from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
+from moebatch.model.linear import ComputeType, has_bf16
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
@@ -38,6 +40,21 @@ def use_threads(count: int) -> int:
     return count
 
 
+def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
+    """What --dtype means for a checkpoint on this machine; "auto" is bf16 where it is native.
+
+    Raises: UsageError for bfloat16 where weights or processor are not.
+    """
+    native = weight_dtype == "bfloat16" and has_bf16()
+    if dtype == "bfloat16" and not native:
+        raise UsageError(
+            f"--dtype bfloat16 needs bf16 weights (these are {weight_dtype}) and a processor with "
+            "AVX512-BF16 or AMX",
+            hint="leave --dtype away, or use --dtype float32",
+        )
+    return "bfloat16" if native and dtype != "float32" else "float32"
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counts and seconds of a run so far. A pass that prefills and decodes is split by its tokens."""
@@ -58,7 +75,7 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
-                 max_model_len: int) -> None:  # fmt: skip
+                 max_model_len: int, compute: ComputeType = "float32") -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights."""
         self._spec, self._policy = spec, policy
         self._open_stream, self._decode = open_stream, decode
@@ -66,7 +83,12 @@ class Engine:
         self._table = table_of(spec, policy)
         self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
         self._store = WeightStore(
-            checkpoint, spec=spec, family=family, table=self._table, page_slots=self._page_slots
+            checkpoint,
+            spec=spec,
+            family=family,
+            table=self._table,
+            page_slots=self._page_slots,
+            compute=compute,
         )
         self._kv = KVCache(
             num_layers=spec.num_layers,
@@ -92,7 +114,8 @@ class Engine:
         self.stats.load_s = time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
-            on_pass: Callable[[EngineStats], None] = lambda stats: None) -> Iterator[Outcome]:  # fmt: skip
+            on_pass: Callable[[EngineStats], None] = lambda stats: None,
+            ) -> Iterator[Outcome]:  # fmt: skip
         """Completions in the order in which they end; `on_pass` is called after every pass.
 
         Requests are taken from the iterable only as the batch has room for them.

@@ -19,7 +19,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.families.base import Part
-from moebatch.model.linear import Linear, TensorLinear, pack
+from moebatch.model.linear import ComputeType, Linear, in_place, pack
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 
@@ -60,10 +60,10 @@ class WeightStore:
     """The weights of one model under one page table."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
-                 table: PageTable, page_slots: int) -> None:  # fmt: skip
+                 table: PageTable, page_slots: int, compute: ComputeType) -> None:  # fmt: skip
         """Allocate the page buffer; nothing is read yet."""
         self._checkpoint, self._spec, self._family = checkpoint, spec, family
-        self._table = table
+        self._table, self._compute = table, compute
         self._pages: dict[Where, dict[str, Linear | Tensor]] = {}
         self._slot_of: dict[Where, Tensor] = {}
         sizes = {w: self._layout(self._parts(w))[1] for w in table.streamed}
@@ -87,7 +87,9 @@ class WeightStore:
             if getattr(scratch, "buffer", None) is None or scratch.buffer.numel() < size:
                 scratch.buffer = _buffer(size)
             tensors = self._read(parts, scratch.buffer)
-            self._pages[one] = {name: _keep(name, tensor) for name, tensor in tensors.items()}
+            self._pages[one] = {
+                name: _keep(name, tensor, self._compute) for name, tensor in tensors.items()
+            }
 
         with ThreadPoolExecutor(max_workers=threads) as pool:
             for done, _ in enumerate(pool.map(load, where), start=1):
@@ -103,7 +105,9 @@ class WeightStore:
             for name in part.sources:
                 self._checkpoint.forget(self._checkpoint.entry(name))
         self._slot_of[where] = slot
-        self._pages[where] = {name: _view(name, tensor) for name, tensor in tensors.items()}
+        self._pages[where] = {
+            name: _view(name, tensor, self._compute) for name, tensor in tensors.items()
+        }
 
     def free_page(self, layer: int, page: int) -> None:
         """Give a streamed page's slot back; its views die."""
@@ -177,10 +181,10 @@ class WeightStore:
             buffer = _buffer(self._layout([parts[name]])[1])
             loaded[name] = self._read([parts[name]], buffer)[name]
         if self._spec.tie_embeddings:
-            head: Linear = TensorLinear(loaded["embedding"])
+            head = in_place(loaded["embedding"], self._compute)
         else:
             buffer = _buffer(self._layout([parts["head"]])[1])
-            head = pack(self._read([parts["head"]], buffer)["head"])
+            head = pack(self._read([parts["head"]], buffer)["head"], self._compute)
         return Vocabulary(
             embedding=loaded["embedding"],
             final_norm=loaded["final_norm"].float(),
@@ -197,14 +201,14 @@ def _is_matrix(name: str) -> bool:
     return name in ("qkv", "output", "gate_up", "down")
 
 
-def _keep(name: str, tensor: Tensor) -> Linear | Tensor:
+def _keep(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
     """The form in which a part stays in memory: a copy, since the buffer is used again."""
-    return pack(tensor) if _is_matrix(name) else tensor.to(torch.float32, copy=True)
+    return pack(tensor, compute) if _is_matrix(name) else tensor.to(torch.float32, copy=True)
 
 
-def _view(name: str, tensor: Tensor) -> Linear | Tensor:
+def _view(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
     """The form in which a streamed part is used: the matrices in place."""
-    return TensorLinear(tensor) if _is_matrix(name) else tensor.float()
+    return in_place(tensor, compute) if _is_matrix(name) else tensor.float()
 
 
 def _tensor(part: Linear | Tensor) -> Tensor:
