@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,7 @@ from moebatch.data.writer import OutputWriter, check_output
 from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint, read_json
 from moebatch.model.resolve import LocalModel
-from moebatch.plan.memory import MemoryPlan
+from moebatch.plan.memory import LOADERS, MemoryPlan
 from moebatch.plan.optimizer import Overrides, choose
 from moebatch.plan.policy import Policy
 from moebatch.plan.workload import WorkloadSpec
@@ -87,18 +87,29 @@ class Job:
 
         Raises: MoebatchError for anything that stops the whole run.
         """
-        start, started_at = time.perf_counter(), datetime.now(UTC)
         out = self.output
         check_output(out.path, inputs=self.rows.sources, overwrite=out.overwrite,
                      output_format=out.output_format)  # fmt: skip
+        with Checkpoint(self.model.path) as checkpoint:
+            checkpoint.check(self.model.parts())
+            job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
+            return job._execute(checkpoint, view)
+
+    def _execute(self, checkpoint: Checkpoint, view: View) -> Report:
+        start, started_at = time.perf_counter(), datetime.now(UTC)
+        out = self.output
         tokenizer = load_tokenizer(self.model.path)
         builder = self._builder(tokenizer)
-        rows, stream = peek(self._read(), 1)
-        del rows  # a data set that cannot be read is found before anything is written
+        _, stream = peek(self._read(), 1)  # a data set that cannot be read is found before writing
         with OutputWriter(out.path, format=self._format(tokenizer, started_at),
                           output_format=out.output_format, order=out.order) as writer:  # fmt: skip
             flow = Rows(writer, builder)
-            done = self._compute(flow, stream, tokenizer, view)
+            head, requests = peek(flow.requests(stream), _PEEKED_ROWS)
+            done = Computed.nothing()
+            if head:
+                done = self._run(
+                    flow, head, requests, tokenizer=tokenizer, checkpoint=checkpoint, view=view
+                )
         return self._report(flow, done, started_at=started_at, total_s=time.perf_counter() - start)
 
     def _read(self) -> Iterator[RawRow | RowError]:
@@ -157,22 +168,11 @@ class Job:
             token_bytes=tokenizer.token_bytes,
         )
 
-    def _compute(self, flow: Rows, stream: Iterator[RawRow | RowError], tokenizer: Tokenizer,
-                 view: View) -> "Computed | None":  # fmt: skip
-        """Plan from the first rows, load, and run; None when no row could become a request."""
-        head, requests = peek(flow.requests(stream), _PEEKED_ROWS)
-        if not head:
-            return None
-        with Checkpoint(self.model.path) as checkpoint:
-            checkpoint.check(self.model.parts())
-            return self._run(
-                flow, head, requests, tokenizer=tokenizer, checkpoint=checkpoint, view=view
-            )
-
     def _run(
         self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], *,
         tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
     ) -> "Computed":  # fmt: skip
+        """Plan from the first rows, load, and run."""
         from moebatch.runtime import host
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
@@ -200,7 +200,7 @@ class Job:
             max_model_len=self.max_model_len,
             compute=compute,
         ) as engine:
-            engine.load(threads=threads, progress=view.loading)
+            engine.load(threads=min(threads, LOADERS), progress=view.loading)
             for outcome in engine.run(
                 requests, lambda stats: view.running(_state(stats, flow, total, workload))
             ):
@@ -210,12 +210,11 @@ class Job:
     def _count_rows(self) -> int | None:
         return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
 
-    def _report(self, flow: Rows, done: "Computed | None", *, started_at: datetime,
+    def _report(self, flow: Rows, done: "Computed", *, started_at: datetime,
                 total_s: float) -> Report:  # fmt: skip
         from moebatch.runtime import host
 
         failed = flow.counts.failed and not self.output.allow_row_errors
-        done = done or Computed.nothing()
         return Report(
             command=self.command,
             started_at=started_at.isoformat(timespec="seconds"),
@@ -283,6 +282,13 @@ class Computed:
     def nothing(cls) -> "Computed":
         """No row could become a request, so no model was loaded."""
         return cls(policy=None, memory=None, budget=0)
+
+
+def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
+    """The data type that the experts really have: config.json is often wrong about it."""
+    part = model.family.expert_parts(model.spec, 0, 0)[0]
+    dtype = checkpoint.entry(part.sources[0]).dtype
+    return replace(model, spec=replace(model.spec, weight_dtype=dtype))
 
 
 def _workload(head: Sequence[Request]) -> WorkloadSpec:

@@ -1,9 +1,9 @@
-"""Peak bytes of host memory under a policy, as named parts that sum up.
+"""Peak bytes of host memory under a policy, as named parts.
 
 Shapes as in the paper: T tokens of a pass, S rows that are sampled.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
@@ -12,24 +12,28 @@ FLOAT = 4
 _EXPERT_TILE_BYTES = 2 * (1 << 22) * FLOAT + (1 << 22) * FLOAT  # gate and up, their product, gather
 _LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
 MAX_LOGIT_ROWS = 128
+LOADERS = 2  # threads that read and pack resident pages: more would cost a page of memory each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Host memory by use, in bytes."""
+    """Host memory by use, in bytes. `loading` is needed before the last three are, not with them."""
 
     base: int
     vocabulary: int
     resident_weights: int
     page_buffer: int
+    loading: int
     kv_cache: int
     activations: int
     logits: int
 
     @property
     def total(self) -> int:
-        """Peak of the whole process."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """Peak of the whole process: weights, and what loading or running adds, whichever is more."""
+        running = self.kv_cache + self.activations + self.logits
+        weights = self.base + self.vocabulary + self.resident_weights + self.page_buffer
+        return weights + max(self.loading, running)
 
 
 def vocabulary_bytes(spec: ModelSpec) -> int:
@@ -46,6 +50,17 @@ def attention_page_bytes(spec: ModelSpec) -> int:
     """A layer's projections, norms and router; the small parts are held in float32."""
     router = spec.num_experts * spec.hidden_size if spec.has_router else 0
     return spec.attention_params * DTYPE_BYTES[spec.weight_dtype] + router * FLOAT
+
+
+def loading_bytes(spec: ModelSpec, page_bytes: int) -> int:
+    """What LOADERS threads hold while they pack pages: a staging buffer and a float32 copy each.
+
+    The LM head is packed alone, before any page: its float32 copy and its bytes as read.
+    """
+    matrix = max(2 * spec.expert_size, spec.q_size + 2 * spec.kv_size) * spec.hidden_size * FLOAT
+    head = spec.vocab_size * spec.hidden_size * (FLOAT + DTYPE_BYTES[spec.weight_dtype])
+    pages = LOADERS * (page_bytes + matrix) if page_bytes else 0
+    return max(pages, 0 if spec.tie_embeddings else head)
 
 
 def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:

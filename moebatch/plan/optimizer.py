@@ -15,6 +15,7 @@ from moebatch.plan.memory import (
     attention_page_bytes,
     expert_page_bytes,
     kv_block_bytes,
+    loading_bytes,
     logit_bytes,
     vocabulary_bytes,
 )
@@ -78,7 +79,8 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan
         base=base_bytes,
         vocabulary=vocabulary_bytes(spec),
         resident_weights=resident,
-        page_buffer=slots * slot + 2 * staged,  # two staging buffers while loading
+        page_buffer=slots * slot,
+        loading=loading_bytes(spec, staged),
         kv_cache=policy.kv_blocks * kv_block_bytes(spec, policy.kv_dtype),
         activations=activation_bytes(spec, policy),
         logits=logit_bytes(spec, policy.batch_size),
