@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import ceil
 
 import pytest

@@ -50,9 +50,13 @@ class Admission:
         self._reserved -= blocks_for(sequence.max_len)
 
     def drop(self, index: int) -> None:
-        """A request failed: all of its sequences go, waiting and in flight."""
+        """A request broke: all of its sequences go, waiting and in flight.
+
+        What they wrote may not be finite and must not reach who gets their blocks next.
+        """
         self._waiting = [s for s in self._waiting if s.request.index != index]
         for sequence in [s for s in self.active if s.request.index == index]:
+            self._kv.scrub(sequence.blocks)
             self.leave(sequence)
 
     def take_refused(self) -> list[RowError]:

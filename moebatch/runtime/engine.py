@@ -25,6 +25,7 @@ from moebatch.runtime.admission import Admission
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
+from moebatch.runtime.host import return_freed_memory
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
@@ -109,7 +110,9 @@ class Engine:
         Raises: ModelError when a file cannot be read.
         """
         start = time.perf_counter()
+        return_freed_memory(True)
         self._store.load_resident(threads=threads, progress=progress)
+        return_freed_memory(False)
         self._executor.run(prologue(self._table, page_slots=self._page_slots))
         self.stats.load_s = time.perf_counter() - start
 
@@ -127,8 +130,6 @@ class Engine:
             if not admission.active:
                 continue
             broken = self._pass(admission.active)
-            for sequence in broken:
-                self._kv.scrub(sequence.blocks)
             for request in {s.request.index: s.request for s in broken}.values():
                 finished.pop(request.index, None)
                 admission.drop(request.index)
