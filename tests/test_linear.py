@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebatch.model import linear as module
-from moebatch.model.linear import PackedLinear, TensorLinear, has_fbgemm, linear_plain, pack
+from moebatch.model.linear import (
+    Bf16Linear,
+    PackedBf16Linear,
+    PackedLinear,
+    TensorLinear,
+    has_bf16,
+    has_fbgemm,
+    linear_plain,
+    pack,
+)
 
 EPSILON = 2.0**-24  # half the spacing of float32 at one
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -158,3 +167,30 @@ def test_pack_does_not_keep_its_argument() -> None:
         form, expected = pack(weight), x @ weight.float().t()
         weight.fill_(9.0)
         assert torch.allclose(expected, form(x), atol=1e-5)
+
+
+needs_bf16 = pytest.mark.skipif(not has_bf16(), reason="this processor has no bf16 arithmetic")
+
+
+@needs_bf16
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (320, 192), (513, 1024), (96, 31)])
+@pytest.mark.parametrize("tokens", [1, 7, 130])
+def test_bf16_arithmetic_equals_float64_to_bf16_accuracy(rows, columns, tokens) -> None:
+    """Inputs are rounded to bf16, sums are float32, the result is rounded once more."""
+    x, weight = random_pair(rows, columns, tokens, dtype=torch.bfloat16)
+    exact = x.bfloat16().double() @ weight.double().T
+    scale = x.bfloat16().double().abs() @ weight.double().abs().T
+    for form in (Bf16Linear(weight), PackedBf16Linear(weight)):
+        error = (form(x).double() - exact).abs()
+        assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all()
+
+
+@needs_bf16
+@pytest.mark.parametrize(("rows", "columns"), [(320, 192), (1536, 1024), (1024, 3584)])
+def test_bf16_results_do_not_depend_on_the_batch_nor_on_packing(rows, columns) -> None:
+    """Bit for bit: this is what lets a row have one text under every policy."""
+    x, weight = random_pair(rows, columns, 260, dtype=torch.bfloat16)
+    together = Bf16Linear(weight)(x)
+    for form in (Bf16Linear(weight), PackedBf16Linear(weight)):
+        for first, last in ((0, 1), (3, 10), (17, 64), (100, 260), (0, 260)):
+            assert torch.equal(form(x[first:last]), together[first:last])

@@ -28,14 +28,14 @@ class Expert:
 
 
 def swiglu(x: Tensor, expert: Expert) -> Tensor:
-    """down(silu(gate x) * up x): x [R, D] -> [R, D]."""
+    """down(silu(gate x) * up x): x [R, D] -> [R, D], in the type in which the matrices compute."""
     gate_up = expert.gate_up(x)
     gate, up = gate_up[:, : expert.size], gate_up[:, expert.size :]
     return expert.down(torch.mul(silu(gate), up))
 
 
 def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:
-    """Add one expert's weighted results to output [T, D], in place, for its rows of hidden [T, D].
+    """Add one expert's weighted results to output [T, D] float32, in place, for its rows of hidden.
 
     Experts must be added in ascending order: a token's sum then has one order whatever the batch.
     """
@@ -45,7 +45,7 @@ def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert)
         part = slice(first, min(first + step, end))
         tokens = rows.tokens[part]
         result = swiglu(hidden.index_select(0, tokens), expert)
-        output.index_add_(0, tokens, result.mul_(rows.weights[part]))
+        output.index_add_(0, tokens, result * rows.weights[part])
 
 
 def ffn_plain(hidden: Tensor, weights: Tensor, experts: Tensor,

@@ -20,10 +20,12 @@ _TILE_ELEMENTS = 1 << 19
 
 
 class Linear(Protocol):
-    """A weight that can be applied."""
+    """A weight that can be applied. `dtype` is the type it computes in: of x, if it is, and of y."""
+
+    dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I] float32 -> [T, O] float32."""
+        """x [T, I] -> [T, O] in `dtype`; x is rounded to it where it is not of that type."""
         ...
 
 
@@ -33,11 +35,13 @@ def linear_plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class TensorLinear:
-    """A weight as it lies in memory, in any float type; valid as long as its bytes are.
+    """float32 arithmetic on a weight as it lies in memory, in any float type; valid as long as its bytes are.
 
     Half-precision weights are upcast tile by tile into a small buffer: a full upcast would write and
     read four bytes a weight through main memory.
     """
+
+    dtype = torch.float32
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` [O, I]; kept as it is, not copied."""
@@ -61,11 +65,13 @@ class TensorLinear:
 
 
 class PackedLinear:
-    """A weight in fbgemm's blocked fp16 layout: about four times float32 speed at few tokens.
+    """float32 arithmetic on a weight in fbgemm's blocked fp16 layout: about four times float32 speed at few tokens.
 
     Every bf16 or fp16 number of ordinary size is exact in fp16; below 6e-5 the absolute error is
     under 3e-8. Numbers beyond 65504 do not fit: `can_pack` says so.
     """
+
+    dtype = torch.float32
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` [O, I] in any float type is copied; it may be freed afterwards."""
@@ -89,27 +95,31 @@ class PackedLinear:
 class Bf16Linear:
     """A bf16 weight times bf16 activations by oneDNN; the weight as it lies in memory."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, weight: Tensor) -> None:
         """`weight` [O, I] bf16; kept as it is, not copied."""
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I] float32 -> [T, O] float32."""
-        return linear(x.bfloat16(), self._weight).float()
+        """x [T, I] -> [T, O] bf16."""
+        return linear(x.bfloat16(), self._weight)
 
 
 class PackedBf16Linear:
     """The same, the weight reordered into oneDNN's blocks once: twice as fast at few tokens."""
+
+    dtype = torch.bfloat16
 
     def __init__(self, weight: Tensor) -> None:
         """`weight` [O, I] bf16 is copied; it may be freed afterwards."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I] float32 -> [T, O] float32."""
+        """x [T, I] -> [T, O] bf16."""
         apply = torch.ops.mkldnn._linear_pointwise
         y: Tensor = apply(x.bfloat16(), self._packed, None, "none", [], "")
-        return y.float()
+        return y
 
 
 def has_fbgemm() -> bool:

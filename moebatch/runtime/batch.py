@@ -17,7 +17,7 @@ from moebatch.runtime.kv_cache import KVCache
 
 # Decode rows are attended in groups whose shortest block table is at least this share of the
 # longest: bounds the padding of a gather and keeps the number of calls small.
-_MIN_FILL = 0.7
+_MIN_FILL = 0.5
 # Bytes that one gather may bring together; larger groups are cut.
 _MAX_GATHER_BYTES = 64 << 20
 

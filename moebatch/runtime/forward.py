@@ -46,7 +46,7 @@ class Forward:
         """Embed the tokens of a pass."""
         self._pass = one
         self._hidden = self._store.vocabulary.embedding[one.token_ids].float()
-        self._normed = torch.empty_like(self._hidden)
+        self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._rows: ExpertRows | None = None
 
@@ -54,14 +54,15 @@ class Forward:
         """float32 logits [S, V] of the given tokens of the pass [S]."""
         vocabulary = self._store.vocabulary
         hidden = self._hidden.index_select(0, tokens)
-        return vocabulary.head(rms_norm(hidden, vocabulary.final_norm, self._spec.rms_norm_eps))
+        normed = rms_norm(hidden, vocabulary.final_norm, self._spec.rms_norm_eps)
+        return vocabulary.head(normed).float()
 
     def _pre_attn(self, task: Task) -> None:
         """Norm, projections, rotation; keys and values go to the cache."""
         spec, part = self._spec, self._pass.micro_batches[task.micro_batch]
         weights = self._store.attention(task.layer)
         x = rms_norm(self._hidden[part.first : part.last], weights.input_norm, spec.rms_norm_eps)
-        qkv = weights.qkv(x)
+        qkv = weights.qkv(x).float()
         if weights.qkv_bias is not None:
             qkv += weights.qkv_bias
         q, k, v = (

@@ -144,6 +144,11 @@ class WeightStore:
         """Embedding, final norm and head; there once `load_resident` has run."""
         return self._vocabulary
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the experts compute, and want their inputs."""
+        return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
+
     def _parts(self, where: Where) -> tuple[Part, ...]:
         layer, page = where
         if page == ATTENTION_PAGE:
