@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from run_engine import POLICY
 from run_forward import logits_everywhere
 
+from moebatch.model.linear import has_bf16
+
 TOLERANCE = 1e-4  # absolute, on logits of order one
 
 
@@ -81,6 +83,25 @@ def test_half_precision_weights_are_used_as_they_are(dtype, weights_resident, tm
     path = models.save(model, tmp_path, dtype=dtype)
     prompts = prompts_of(6, [15, 2])
     assert_logits_equal(model, path, prompts, chunk=64, weights_resident=weights_resident)
+
+
+@pytest.mark.skipif(not has_bf16(), reason="this processor has no bf16 arithmetic")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+def test_bf16_arithmetic_is_close_under_any_policy(kind, tmp_path) -> None:
+    """bf16 rounds to 2^-9; the noise of a few layers stays far below the spread of the logits."""
+    model = models.reference_model(kind)
+    path = models.save(model, tmp_path, dtype=torch.bfloat16)
+    prompts = prompts_of(7, [30, 3, 18])
+    with torch.no_grad():
+        exact = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    for chunk, resident, size in ((64, 1.0, 3), (64, 0.0, 1), (7, 0.5, 2)):
+        policy = replace(
+            POLICY, weights_resident=resident, micro_batch_size=size, kv_dtype="bfloat16"
+        )
+        ours = logits_everywhere(path, prompts, policy, chunk=chunk, compute="bfloat16")
+        for mine, reference in zip(ours, exact, strict=True):
+            error = (mine - reference).square().mean().sqrt() / reference.std()
+            assert error < 0.05
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 Compute type "float32": activations are float32 and so is every product and sum; the forms differ
 only by the order of additions. "bfloat16": matrix inputs and outputs are rounded to bf16, sums are
-float32; a token's result is then bit for bit the same in any batch, packed or not.
+float32; a token's product is then bit for bit the same in any batch, packed or not.
 
 Shapes: T tokens, I inputs (columns), O outputs (rows).
 """
@@ -103,7 +103,7 @@ class Bf16Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O] bf16."""
-        return linear(x.bfloat16(), self._weight)
+        return linear(_never_one(x), self._weight)[: x.shape[0]]
 
 
 class PackedBf16Linear:
@@ -118,8 +118,13 @@ class PackedBf16Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O] bf16."""
         apply = torch.ops.mkldnn._linear_pointwise
-        y: Tensor = apply(x.bfloat16(), self._packed, None, "none", [], "")
-        return y
+        y: Tensor = apply(_never_one(x), self._packed, None, "none", [], "")
+        return y[: x.shape[0]]
+
+
+def _never_one(x: Tensor) -> Tensor:
+    """x in bf16, a single token twice: oneDNN adds up a vector in another order than a matrix."""
+    return x.bfloat16().expand(2, -1).contiguous() if x.shape[0] == 1 else x.bfloat16()
 
 
 def has_fbgemm() -> bool:

@@ -34,23 +34,26 @@ class ExpertRows:
     starts: tuple[int, ...]
 
 
-def group_by_expert(weights: Tensor, experts: Tensor, num_experts: int) -> ExpertRows:
-    """Gather the tokens of each expert. Rows of one expert keep the order of their tokens."""
+def group_by_expert(weights: Tensor, experts: Tensor, num_experts: int,
+                    names: Tensor | None = None) -> ExpertRows:  # fmt: skip
+    """Gather the tokens of each expert. Rows of one expert keep the order of their tokens.
+
+    `names` [T] are the tokens' numbers where they are not 0, 1, 2 …
+    """
     flat = experts.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts)
     starts = [0, *torch.cumsum(counts, 0).tolist()]
+    tokens = order // experts.shape[1]
     return ExpertRows(
-        tokens=order // experts.shape[1],
+        tokens=tokens if names is None else names[tokens],
         weights=weights.flatten()[order, None],
         starts=tuple(starts),
     )
 
 
-def everything(num_tokens: int) -> ExpertRows:
-    """The grouping of a dense layer: one expert takes every token with weight one."""
-    return ExpertRows(
-        tokens=torch.arange(num_tokens),
-        weights=torch.ones(num_tokens, 1),
-        starts=(0, num_tokens),
-    )
+def everything(num_tokens: int, names: Tensor | None = None) -> ExpertRows:
+    """The grouping of a dense layer: one expert takes every token, or those named, with weight one."""
+    tokens = torch.arange(num_tokens) if names is None else names
+    count = tokens.numel()
+    return ExpertRows(tokens=tokens, weights=torch.ones(count, 1), starts=(0, count))

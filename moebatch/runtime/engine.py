@@ -190,7 +190,10 @@ class Engine:
             rope=self._rope,
             windows=self._spec.layer_windows,
         )
-        self._forward.begin(one)
+        # A prompt that is not finished in this pass gives no logits, but asking for its last token
+        # costs nothing and keeps this independent of what is sampled.
+        ends = [token for group in one.last_tokens for token in group]
+        self._forward.begin(one, wanted=torch.tensor(ends))
         timeline = self._executor.run(self._schedule(len(groups)))
         due: list[tuple[Sequence, int]] = []
         prompt_tokens = 0

@@ -42,9 +42,13 @@ class Forward:
             Op.FFN: self._ffn,
         }
 
-    def begin(self, one: Pass) -> None:
-        """Embed the tokens of a pass."""
-        self._pass = one
+    def begin(self, one: Pass, *, wanted: Tensor | None = None) -> None:
+        """Embed the tokens of a pass.
+
+        `wanted` [S] are the tokens whose logits will be asked for, None for all: in the last layer
+        the others need no FFN, since nothing comes after it but the logits.
+        """
+        self._pass, self._wanted = one, wanted
         self._hidden = self._store.vocabulary.embedding[one.token_ids].float()
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
@@ -118,11 +122,15 @@ class Forward:
         add_expert(self._hidden, self._normed, self._rows, expert)
 
     def _group(self, layer: int) -> ExpertRows:
+        last = layer == self._spec.num_layers - 1
+        tokens = self._wanted if last else None
         if not self._spec.has_router:
-            return everything(self._hidden.shape[0])
+            return everything(self._hidden.shape[0], tokens)
         weights, experts = (torch.cat(x) for x in zip(*self._routed, strict=True))
         self._routed.clear()
+        if tokens is not None:
+            weights, experts = weights[tokens], experts[tokens]
         self.expert_tokens[layer] += torch.bincount(
             experts.flatten(), minlength=self._spec.num_experts
         )
-        return group_by_expert(weights, experts, self._spec.num_experts)
+        return group_by_expert(weights, experts, self._spec.num_experts, tokens)
