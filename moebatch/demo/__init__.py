@@ -1,1 +1,0 @@
-"""The demo model and the script that trained it."""
