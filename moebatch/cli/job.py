@@ -184,7 +184,7 @@ class Job:
             self.model.spec,
             workload,
             memory_bytes=budget,
-            base_bytes=host.rss_bytes(),
+            base_bytes=host.base_bytes(),
             fixed=self.resources.overrides,
         )
         view.note(_plan_line(self.model, policy, memory, budget))

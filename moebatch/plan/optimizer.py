@@ -4,7 +4,7 @@ A first planner for machines without an accelerator. Its machine is two assumed 
 only between a larger batch and more resident weights, and only for models that do not fit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -27,7 +27,7 @@ from moebatch.units import format_bytes
 
 DISK_BYTES_PER_S = 1e9  # assumed: an NVMe drive behind a virtual machine
 COMPUTE_FLOPS_PER_S = 1e11  # assumed: two AVX2 cores
-_PREFILL_CHOICES = (512, 1024, 2048, 4096, 8192, 16384)
+_PREFILL_CHOICES = (16384, 8192, 4096, 2048, 1024, 512)  # of equals the first: larger products
 _MAX_BATCH = 4096
 _MICRO_BATCH = 64
 
@@ -127,7 +127,7 @@ def _candidates(spec: ModelSpec, workload: WorkloadSpec, fixed: Overrides) -> It
         batch_size = min(batch_size, max(1, workload.num_sequences))
     for kept in kept_choices:
         streamed = pages - kept
-        for prefill in _PREFILL_CHOICES if fixed.prefill_tokens is None else [fixed.prefill_tokens]:
+        for prefill in _prefill_choices(workload, fixed):
             yield Policy(
                 batch_size=batch_size,
                 micro_batch_size=_micro_batch_size(fixed, batch_size),
@@ -165,6 +165,16 @@ def _grow(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, spare_bytes: 
         kv_blocks=min(most, max(policy.kv_blocks, ceil((batch_size - 1) * _mean_blocks(workload))
                                 + extra)),
     )  # fmt: skip
+
+
+def _prefill_choices(workload: WorkloadSpec, fixed: Overrides) -> Sequence[int]:
+    """Prompt tokens of a pass: no more than the power of two above all prompts together."""
+    if fixed.prefill_tokens is not None:
+        return [fixed.prefill_tokens]
+    if workload.num_sequences is None:
+        return _PREFILL_CHOICES
+    total = workload.num_sequences * workload.mean_prompt
+    return [n for n in _PREFILL_CHOICES if n < 2 * total] or _PREFILL_CHOICES[-1:]
 
 
 def _micro_batch_size(fixed: Overrides, batch_size: int) -> int:
