@@ -61,3 +61,11 @@ def _three_digits(value: float) -> str:
     """Three significant digits, never an exponent: "2.70", "12.9", "4800"."""
     size = abs(value)
     return f"{value:.2f}" if size < 9.995 else f"{value:.1f}" if size < 99.95 else f"{value:.0f}"
+
+
+def format_count(count: float) -> str:
+    """A large number for people: "46.7 B", "5.42 M", "812"."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(count) >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f}"

@@ -268,6 +268,16 @@ def test_wrong_options(flags, model, tmp_path) -> None:
     assert_one_line(moebatch("run", data, "-m", model, "-o", tmp_path / "o.jsonl", *flags), 2)
 
 
+def test_a_wrong_command_line(model, tmp_path) -> None:
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    assert_one_line(moebatch("bogus"), 2, "bogus", "--help")
+    assert_one_line(moebatch("run"), 2, "--help")
+    assert_one_line(moebatch("run", data, "-m", model), 2, "output")
+    assert_one_line(moebatch("run", data, "-m", model, "-o", "x", "--no-such-flag"), 2, "flag")
+    assert_one_line(moebatch("run", data, "-m", model, "-o", "x", "--top-k", "many"), 2, "--top-k")
+    assert moebatch().returncode in (0, 2)
+
+
 def copy_model(model: Path, to: Path) -> Path:
     to.mkdir()
     for file in model.iterdir():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moebatch.errors import UsageError
-from moebatch.units import format_bytes, format_duration, format_rate, parse_bytes
+from moebatch.units import format_bytes, format_count, format_duration, format_rate, parse_bytes
 
 FACTORS = {
     "kb": 10**3,
@@ -155,3 +155,10 @@ def test_printed_durations_read_back(seconds) -> None:
     assert rest < 60
     back = hours * 3600 + minutes * 60 + rest
     assert abs(back - seconds) <= (60 if hours else 0.5 if minutes else 0.051)
+
+
+def test_format_count() -> None:
+    assert format_count(46_702_792_704) == "46.7 B"
+    assert format_count(5_418_432) == "5.42 M"
+    assert format_count(1_500) == "1.5 K"
+    assert format_count(812) == "812"

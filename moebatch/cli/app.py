@@ -6,8 +6,8 @@ Heavy libraries are imported inside the commands, so `--help` answers at once.
 import os
 import sys
 import traceback
+from typing import Any
 
-import click
 import typer
 
 from moebatch import __version__
@@ -43,6 +43,12 @@ def options(
     """Options that stand before the command."""
 
 
+# Typer brings its own copy of click or uses the installed one; this is the base class in either.
+_WRONG_COMMAND_LINE: Any = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+
 def main() -> None:
     """Run the command line and leave with its exit code."""
     sys.exit(_guarded(sys.argv[1:]))
@@ -56,15 +62,12 @@ def _guarded(args: list[str]) -> int:
         if not isinstance(error, OutputClosed):
             _complain(str(error), hint=error.hint)
         return error.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
-        typer.echo(error.format_message())
-        return 2
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return 130
-    except Exception as error:  # the last border: a bug of ours, said in one line
+    except Exception as error:  # the last border
+        if isinstance(error, _WRONG_COMMAND_LINE):
+            _complain(error.format_message(), hint="see moebatch --help or moebatch run --help")
+            return 2
         if os.environ.get("MOEBATCH_DEBUG"):
             traceback.print_exc()
         _complain(

@@ -28,7 +28,7 @@ from moebatch.plan.optimizer import Overrides, choose
 from moebatch.plan.policy import Policy
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, RowCounts, Times
-from moebatch.units import format_bytes
+from moebatch.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moebatch.runtime.engine import Engine, EngineStats
@@ -304,8 +304,8 @@ def _workload(head: Sequence[Request]) -> WorkloadSpec:
 def _plan_line(model: LocalModel, policy: Policy, memory: MemoryPlan, budget: int) -> str:
     spec = model.spec
     return (
-        f"{model.name}: {spec.total_params / 1e9:.3g} B parameters, "
-        f"{spec.active_params / 1e9:.3g} B active · batch {policy.batch_size}, "
+        f"{model.name}: {format_count(spec.total_params)} parameters, "
+        f"{format_count(spec.active_params)} active · batch {policy.batch_size}, "
         f"micro-batch {policy.micro_batch_size} · weights resident {policy.weights_resident:.0%} · "
         f"planned memory {format_bytes(memory.total)} of {format_bytes(budget)}"
     )
