@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moebatch.errors import ModelError
-from moebatch.model.families.base import Family, Part
+from moebatch.model.families.base import Family
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
+from moebatch.model.families.parts import Part
 from moebatch.plan.model_spec import ModelSpec
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "Part", "family_of"]
