@@ -72,6 +72,9 @@ def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
                 parameter.copy_(
                     noise * (0.5 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
                 )
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -89,6 +92,19 @@ def save(model: Any, directory: Path, *, dtype: torch.dtype = torch.float32,
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def num_params(model: Any) -> int:
+    """Parameters, with the router's biases, which some models hold as buffers."""
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *biases))
+
+
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether the oracle would have given this answer: each token is its best after those before."""
+    with torch.no_grad():
+        best = model(torch.tensor([prompt + answer[:-1]])).logits[0].argmax(-1)
+    return bool(best[len(prompt) - 1 :].tolist() == answer)
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebatch.errors import ModelError
-from moebatch.model.checkpoint import Checkpoint, read_json
+from moebatch.model.checkpoint import read_json
 from moebatch.model.families import FAMILIES, family_of
 from moebatch.model.resolve import resolve_model
 
@@ -120,16 +120,6 @@ def test_qwen_and_llama_as_numbers() -> None:
     qwen = spec_of(QWEN25_7B)
     assert (qwen.qkv_bias, qwen.output_bias, qwen.qk_norm) == (True, False, False)
     assert qwen.layer_windows == (None,) * 28
-
-
-@pytest.mark.parametrize("kind", list(models.CONFIGS))
-def test_params_and_parts_equal_the_reference_models(kind, tiny_models) -> None:
-    model, path = tiny_models(kind)
-    local = resolve_model(str(path))
-    assert sum(p.numel() for p in model.parameters()) == local.spec.total_params
-    with Checkpoint(path) as checkpoint:
-        checkpoint.check(local.parts())
-    assert sum(math.prod(p.shape) for p in local.parts()) == local.spec.total_params
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama"])
