@@ -75,3 +75,15 @@ def test_params_and_parts_equal_the_reference_models(kind, tiny_models) -> None:
         assert sum(math.prod(part.shape) for part in parts) == spec.base_params(layer)
     cached = run_engine.cached_numbers(path)
     assert cached == spec.kv_numbers * spec.num_layers
+
+
+def test_layers_without_experts(tmp_path) -> None:
+    """Dense layers among those with experts, wider than an expert."""
+    model = models.reference_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2,
+                                   mlp_only_layers=[3])  # fmt: skip
+    path = models.save(model, tmp_path)
+    assert resolve_model(str(path)).spec.dense_layers == (0, 2, 3)
+    for resident in (0.0, 0.5, 1.0):
+        assert_logits_equal(
+            model, path, prompts_of(3, [9, 40]), chunk=17, weights_resident=resident
+        )

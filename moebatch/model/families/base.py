@@ -56,6 +56,17 @@ def optional_int(config: Config, key: str, default: int) -> int:
     return default if config.get(key) is None else need_int(config, key)
 
 
+def count(config: Config, key: str, default: int) -> int:
+    """A whole number from 0 on, or the default where it is absent or null.
+
+    Raises: ModelError when it is anything else.
+    """
+    value = config.get(key)
+    if type(value) is int and value == 0:
+        return 0
+    return default if value is None else need_int(config, key)
+
+
 def number(config: Config, key: str, default: float) -> float:
     """A positive number of the config, or the default where it is absent or null.
 

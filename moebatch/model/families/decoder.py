@@ -3,6 +3,7 @@
 from moebatch.errors import ModelError
 from moebatch.model.families.base import (
     Config,
+    count,
     dtype_of,
     need_choice,
     need_int,
@@ -76,6 +77,34 @@ def experts_of(config: Config, count: str, *alternatives: str,
     return num_experts, chosen
 
 
+def first_dense(config: Config, key: str = "first_k_dense_replace", *, default: int = 0,
+                ) -> tuple[int, ...]:  # fmt: skip
+    """The layers without experts of a model whose first ones have none."""
+    return tuple(range(_some_sparse(config, count(config, key, default))))
+
+
+def sparse_steps(config: Config) -> tuple[int, ...]:
+    """The layers without experts by `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
+    num_layers, step = (
+        need_int(config, "num_hidden_layers"),
+        count(config, "decoder_sparse_step", 1),
+    )
+    only = config.get("mlp_only_layers") or []
+    if not isinstance(only, list) or not all(type(layer) is int for layer in only):
+        raise ModelError(f"config.json: mlp_only_layers is {only!r}, expected a list of layers")
+    dense = tuple(i for i in range(num_layers) if i in only or not step or (i + 1) % step)
+    _some_sparse(config, len(dense))
+    return dense
+
+
+def _some_sparse(config: Config, num_dense: int) -> int:
+    """Refuse a model whose layers are all dense."""
+    if num_dense >= need_int(config, "num_hidden_layers"):
+        raise ModelError("config.json: none of the layers has experts",
+                         hint="dense models of this architecture are not supported")  # fmt: skip
+    return num_dense
+
+
 def norm_p(config: Config, key: str = "norm_topk_prob", *, default: bool = False) -> float | None:
     """RouterSpec.norm_p of a config that says whether weights are made to sum to one."""
     return 1.0 if config.get(key, default) else None
@@ -100,6 +129,11 @@ def typed_windows(config: Config) -> tuple[int | None, ...]:
     types = config.get("layer_types") or [
         _SLIDING if i >= first else "full_attention" for i in range(num_layers)
     ]
+    return windows_of_types(config, types, num_layers)
+
+
+def windows_of_types(config: Config, types: object, num_layers: int) -> tuple[int | None, ...]:
+    """A window in the layers that `types` calls sliding."""
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(f"config.json: layer_types does not name {num_layers} layers")
     for kind in types:

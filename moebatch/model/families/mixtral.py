@@ -6,8 +6,14 @@ says) scale them to sum to one.
 
 from dataclasses import replace
 
-from moebatch.model.families.base import Config, Family, need_choice, need_int
-from moebatch.model.families.decoder import decoder_spec, experts_of, norm_p, uniform_windows
+from moebatch.model.families.base import Config, Family, need_int
+from moebatch.model.families.decoder import (
+    decoder_spec,
+    experts_of,
+    norm_p,
+    sparse_steps,
+    uniform_windows,
+)
 from moebatch.model.families.parts import Names, ffn_names
 from moebatch.plan.model_spec import ModelSpec, RouterSpec
 
@@ -25,8 +31,6 @@ def _mixtral_spec(config: Config) -> ModelSpec:
 
 
 def _qwen3_moe_spec(config: Config) -> ModelSpec:
-    need_choice(config, "decoder_sparse_step", (1,))
-    need_choice(config, "mlp_only_layers", ([], None))
     # transformers 5 writes num_local_experts where the published configs say num_experts
     num_experts, top_k = experts_of(config, "num_experts", "num_local_experts")
     bias = bool(config.get("attention_bias", False))
@@ -45,6 +49,8 @@ def _qwen3_moe_spec(config: Config) -> ModelSpec:
         output_bias=bias,
         qk_norm=True,
         router=RouterSpec(norm_p=norm_p(config)),
+        dense_layers=(dense := sparse_steps(config)),
+        dense_size=need_int(config, "intermediate_size") if dense else 0,
         layer_windows=windows,
     )
 
