@@ -16,7 +16,16 @@ from moebatch.plan.model_spec import ModelSpec
 __all__ = ["FAMILIES", "Family", "ModelSpec", "Part", "family_of"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (MIXTRAL, QWEN3_MOE, LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family
+    for family in (
+        MIXTRAL,
+        QWEN3_MOE,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        # more
+    )
 }
 
 
