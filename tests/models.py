@@ -12,6 +12,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -52,6 +53,17 @@ CONFIGS: dict[str, Any] = {
         **{k: v for k, v in {**BASE, **kw}.items() if k != "head_dim"}
     ),
     "qwen3": lambda **kw: Qwen3Config(**{**BASE, **kw}),
+    "qwen2_moe": lambda **kw: Qwen2MoeConfig(
+        **{
+            **BASE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            **kw,
+        }
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from moebatch.model.families.base import Family
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from moebatch.model.families.parts import Part
+from moebatch.model.families.qwen2_moe import QWEN2_MOE
 from moebatch.plan.model_spec import ModelSpec
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "Part", "family_of"]
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        QWEN2_MOE,
         # more
     )
 }
