@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -63,6 +64,9 @@ CONFIGS: dict[str, Any] = {
             "mlp_only_layers": [1],
             **kw,
         }
+    ),
+    "olmoe": lambda **kw: OlmoeConfig(
+        **{**BASE, "num_experts": 7, "num_experts_per_tok": 3, "clip_qkv": 1.1, **kw}
     ),
 }
 

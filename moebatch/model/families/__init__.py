@@ -10,6 +10,7 @@ from moebatch.errors import ModelError
 from moebatch.model.families.base import Family
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
+from moebatch.model.families.olmoe import OLMOE
 from moebatch.model.families.parts import Part
 from moebatch.model.families.qwen2_moe import QWEN2_MOE
 from moebatch.plan.model_spec import ModelSpec
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         QWEN2_MOE,
+        OLMOE,
         # more
     )
 }
