@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -67,6 +68,18 @@ CONFIGS: dict[str, Any] = {
     ),
     "olmoe": lambda **kw: OlmoeConfig(
         **{**BASE, "num_experts": 7, "num_experts_per_tok": 3, "clip_qkv": 1.1, **kw}
+    ),
+    "gpt_oss": lambda **kw: GptOssConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "swiglu_limit": 1.2,
+            **kw,
+        }
     ),
 }
 

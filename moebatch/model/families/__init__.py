@@ -8,6 +8,7 @@ from typing import Any
 
 from moebatch.errors import ModelError
 from moebatch.model.families.base import Family
+from moebatch.model.families.gpt_oss import GPT_OSS
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from moebatch.model.families.olmoe import OLMOE
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN2_MOE,
         OLMOE,
+        GPT_OSS,
         # more
     )
 }
