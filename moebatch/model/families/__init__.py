@@ -9,6 +9,7 @@ from typing import Any
 from moebatch.errors import ModelError
 from moebatch.model.families.base import Family
 from moebatch.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moebatch.model.families.glm4_moe import GLM4_MOE
 from moebatch.model.families.gpt_oss import GPT_OSS
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        GLM4_MOE,
         # more
     )
 }
