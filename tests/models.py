@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -146,6 +147,26 @@ CONFIGS: dict[str, Any] = {
             "attention_bias": True,
             "num_mtp_layers": 0,
             "routed_scaling_factor": 1.5,
+            **kw,
+        }
+    ),
+    "phimoe": lambda **kw: PhimoeConfig(
+        **{
+            **BASE,
+            "head_dim": 8,
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.6],
+                "long_factor": [1.5, 2.0, 3.0, 4.0],
+                "short_mscale": 1.1,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 128,
+            },
             **kw,
         }
     ),

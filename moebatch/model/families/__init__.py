@@ -15,6 +15,7 @@ from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from moebatch.model.families.olmoe import OLMOE
 from moebatch.model.families.parts import Part
+from moebatch.model.families.phimoe import PHIMOE
 from moebatch.model.families.qwen2_moe import QWEN2_MOE
 from moebatch.plan.model_spec import ModelSpec
 
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE,
+        PHIMOE,
         # more
     )
 }
