@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -167,6 +169,32 @@ CONFIGS: dict[str, Any] = {
                 "long_mscale": 1.3,
                 "original_max_position_embeddings": 128,
             },
+            **kw,
+        }
+    ),
+    "granitemoe": lambda **kw: GraniteMoeConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **kw,
+        }
+    ),
+    "granitemoeshared": lambda **kw: GraniteMoeSharedConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 30,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
             **kw,
         }
     ),

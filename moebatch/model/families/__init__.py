@@ -11,6 +11,7 @@ from moebatch.model.families.base import Family
 from moebatch.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moebatch.model.families.glm4_moe import GLM4_MOE
 from moebatch.model.families.gpt_oss import GPT_OSS
+from moebatch.model.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from moebatch.model.families.olmoe import OLMOE
@@ -37,6 +38,8 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         GLM4_MOE,
         PHIMOE,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
         # more
     )
 }
