@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -195,6 +196,18 @@ CONFIGS: dict[str, Any] = {
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.2,
             "logits_scaling": 0.5,
+            **kw,
+        }
+    ),
+    "ernie4_5_moe": lambda **kw: Ernie4_5_MoeConfig(
+        **{
+            **BASE,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "use_bias": True,
             **kw,
         }
     ),

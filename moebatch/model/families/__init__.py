@@ -9,6 +9,7 @@ from typing import Any
 from moebatch.errors import ModelError
 from moebatch.model.families.base import Family
 from moebatch.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moebatch.model.families.ernie import ERNIE_MOE
 from moebatch.model.families.glm4_moe import GLM4_MOE
 from moebatch.model.families.gpt_oss import GPT_OSS
 from moebatch.model.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         PHIMOE,
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
+        ERNIE_MOE,
         # more
     )
 }
