@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
@@ -214,6 +215,25 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+def _dbrx(**kw: Any) -> Any:
+    """DBRX calls everything by other names."""
+    sizes = {**BASE, **kw}
+    return DbrxConfig(
+        d_model=sizes["hidden_size"],
+        n_heads=sizes["num_attention_heads"],
+        n_layers=sizes["num_hidden_layers"],
+        max_seq_len=sizes["max_position_embeddings"],
+        vocab_size=sizes["vocab_size"],
+        attn_config={"clip_qkv": 1.1, "kv_n_heads": 2, "rope_theta": 5e4},
+        ffn_config={"ffn_hidden_size": 21, "moe_num_experts": 5, "moe_top_k": 3},
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        eos_token_id=2,
+    )
+
+
+CONFIGS["dbrx"] = _dbrx
+
+
 def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A float32 `transformers` model with random weights large enough for uneven routing."""
     torch.manual_seed(seed)
@@ -225,7 +245,7 @@ def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name.split(".")[-2]:
                 parameter.copy_(1 + 0.1 * noise)
             else:
                 parameter.copy_(

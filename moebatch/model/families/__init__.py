@@ -8,6 +8,7 @@ from typing import Any
 
 from moebatch.errors import ModelError
 from moebatch.model.families.base import Family
+from moebatch.model.families.dbrx import DBRX
 from moebatch.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moebatch.model.families.ernie import ERNIE_MOE
 from moebatch.model.families.glm4_moe import GLM4_MOE
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
         ERNIE_MOE,
+        DBRX,
         # more
     )
 }
