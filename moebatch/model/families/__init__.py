@@ -22,7 +22,7 @@ from moebatch.model.families.phimoe import PHIMOE
 from moebatch.model.families.qwen2_moe import QWEN2_MOE
 from moebatch.plan.model_spec import ModelSpec
 
-__all__ = ["FAMILIES", "Family", "ModelSpec", "Part", "family_of"]
+__all__ = ["FAMILIES", "REFUSED", "Family", "ModelSpec", "Part", "family_of"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -44,8 +44,15 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE_SHARED,
         ERNIE_MOE,
         DBRX,
-        # more
     )
+}
+
+# Architectures that are asked for and that the engine's plan of a layer does not fit.
+REFUSED: dict[str, str] = {
+    "jetmoe": "its attention heads are experts too: query and output projections are routed per token,"
+    " which needs pages and tasks for attention experts",
+    "switch_transformers": "it is an encoder-decoder with relative position biases: every layer would"
+    " need cross-attention and a second kind of cache",
 }
 
 
@@ -57,8 +64,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
         raise ModelError(
-            f"model_type {model_type!r} in config.json is not a supported architecture",
+            f"model_type {model_type!r} in config.json is not a supported architecture"
+            + (f": {reason}" if reason else ""),
             hint="supported are: " + ", ".join(sorted(FAMILIES)),
         )
     return family
