@@ -193,7 +193,7 @@ def _best(spec: ModelSpec, model: AcceleratorModel, grid: Grid, kind: tuple[int,
     )
     passes = np.maximum(1.0, at.batch / prefill_batch)
     prefill_s = passes * model.prefill(prefill).total
-    prefill_s = np.where(model.accelerator_memory(prefill).total <= limits.gpu, prefill_s, np.inf)
+    prefill_s = np.where(_within(model, prefill, limits), prefill_s, np.inf)
     micro_batch, group = _at_least(decode_s, decode.micro_batch, decode.group)
     batch, prefill_micro = _at_least(prefill_s, prefill.prefill_batch, prefill.prefill_micro_batch)
     done = replace(flat, micro_batch=micro_batch, group=group, prefill_batch=batch,
@@ -221,10 +221,16 @@ def _best_of_paper(spec: ModelSpec, model: AcceleratorModel, grid: Grid,
     return _top(model, at, limits)
 
 
+def _within(model: AcceleratorModel, at: Setting, limits: _Limits) -> Any:
+    """Which settings both memories can hold."""
+    fits_host = model.host_memory(at).total <= limits.host
+    return fits_host & (model.accelerator_memory(at).total <= limits.gpu)
+
+
 def _top(model: AcceleratorModel, at: Setting, limits: _Limits) -> Found | None:
     """The setting with the highest throughput among those that fit."""
     rate = model.throughput(at, prefill_s=model.prefill(at).total, decode_s=model.decode(at).total)
-    rate = np.where(model.accelerator_memory(at).total <= limits.gpu, rate, -np.inf)
+    rate = np.where(_within(model, at, limits), rate, -np.inf)
     k = int(np.argmax(rate))
     if not np.isfinite(rate[k]):
         return None
