@@ -16,7 +16,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where output k of eight lies in AWQ's w
 
 
 def decode(stored: Stored, tensors: list[Tensor], quantization: Quantization) -> Tensor:
-    """The matrix [O, I] (or vector) of one source, in float32 where it was quantised.
+    """The matrix [O, I] (or vector) of one source, exact or in float32 where it was quantised.
 
     `tensors` are the source's entries in their order, in the types and shapes of the checkpoint.
     """
@@ -52,12 +52,15 @@ def arrange(out: Tensor, matrix: Tensor, layout: Layout) -> None:
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [O, I/32, 16] uint8, low half first, and scales [O, I/32] uint8 (2^(s - 127)).
 
+    The result is bf16, which holds every such number. Two numbers are looked up at a time.
     Source: OCP Microscaling formats 1.0, sections 5.2 and 5.4.
     """
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
-    pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
-    values = torch.ldexp(pairs.flatten(2), scales.int()[..., None] - 127)
-    return values.flatten(1)
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((table[byte & 15], table[byte >> 4]), dim=-1).view(torch.int32).flatten()
+    values = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
+    factors = torch.exp2(scales.float() - 127).bfloat16()
+    return values.view(*scales.shape, 32).mul_(factors[..., None]).flatten(1)
 
 
 def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -68,8 +68,16 @@ def loading_bytes(spec: ModelSpec, page_bytes: int) -> int:
     widest = max(2 * spec.expert_size, 2 * spec.dense_size, 2 * spec.shared_size, spec.qkv_rows)
     matrix = widest * spec.hidden_size * FLOAT
     head = spec.vocab_size * spec.hidden_size * (FLOAT + DTYPE_BYTES[spec.weight_dtype])
-    pages = LOADERS * (page_bytes + matrix) if page_bytes else 0
+    pages = LOADERS * (page_bytes + matrix + decoding_bytes(spec)) if page_bytes else 0
     return max(pages, 0 if spec.tie_embeddings else head)
+
+
+def decoding_bytes(spec: ModelSpec) -> int:
+    """What one reader holds while it decodes a quantised page: its bytes, numbers and float32 forms."""
+    if spec.stored_bits is None:
+        return 0
+    widest = max(spec.expert_size, spec.dense_size, spec.shared_size) * spec.hidden_size
+    return spec.stored_expert_bytes + 3 * widest * FLOAT
 
 
 def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:

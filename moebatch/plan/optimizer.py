@@ -14,6 +14,7 @@ from moebatch.plan.memory import (
     activation_bytes,
     all_attention_bytes,
     attention_page_bytes,
+    decoding_bytes,
     expert_page_bytes,
     kv_block_bytes,
     loading_bytes,
@@ -84,7 +85,7 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan
         base=base_bytes,
         vocabulary=vocabulary_bytes(spec),
         resident_weights=resident,
-        page_buffer=slots * slot,
+        page_buffer=slots * slot + (decoding_bytes(spec) if slots else 0),
         loading=loading_bytes(spec, staged),
         kv_cache=policy.kv_blocks * kv_block_bytes(spec, policy.kv_dtype),
         activations=activation_bytes(spec, policy),
@@ -197,7 +198,7 @@ def throughput(spec: ModelSpec, workload: WorkloadSpec, policy: Policy) -> float
     streamed_experts = spec.num_expert_pages - expert_pages
     stream_s = (
         streamed_attention * all_attention_bytes(spec) / spec.num_layers
-        + streamed_experts * expert_page_bytes(spec)
+        + streamed_experts * spec.stored_expert_bytes
     ) / DISK_BYTES_PER_S
     token_s = 2 * spec.active_params / COMPUTE_FLOPS_PER_S
     # Each pass reads the resident weights once from memory, however few tokens it carries.
