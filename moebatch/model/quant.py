@@ -99,24 +99,24 @@ def awq(weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 def packed(weight: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> Tensor:
     """weight [O, I/8], scales [O, N], zeros [O/8, N] (None: 0); numbers are stored with 8 added."""
     numbers = _nibbles(weight)
-    if zeros is None:
-        points = torch.full(scales.shape, 8, dtype=torch.int32)
-    else:
-        points = _nibbles(zeros.t()).t()[: scales.shape[0]]
-    return _scaled(numbers, scales, points, groups)
+    offset = torch.full(scales.shape, 8) if zeros is None else _nibbles(zeros.t()).t()
+    return _scaled(numbers, scales, offset[: scales.shape[0]], groups)
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 [R, C] -> [R, 8C]: the eight 4-bit numbers of each word, lowest first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).flatten(1)
+    """int32 [R, C] -> uint8 [R, 8C]: the eight 4-bit numbers of each word, lowest first."""
+    # lowest byte first: the machines of the formats, and ours
+    octets = words.reshape(-1).view(torch.uint8).view(words.shape[0], -1)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 
 def _scaled(numbers: Tensor, scales: Tensor, points: Tensor, groups: Tensor | None) -> Tensor:
     """(numbers - points) * scales: [O, I], and [O, N] of each group of inputs."""
     if groups is not None:
         index = groups.long()
-        return (numbers - points[:, index]).float() * scales.float()[:, index]
+        return (numbers.float() - points.float()[:, index]).mul_(scales.float()[:, index])
     rows, columns = numbers.shape
-    grouped = (numbers.reshape(rows, scales.shape[1], -1) - points[..., None]).float()
-    return (grouped * scales.float()[..., None]).view(rows, columns)
+    grouped = numbers.reshape(rows, scales.shape[1], -1).float()
+    return (
+        grouped.sub_(points.float()[..., None]).mul_(scales.float()[..., None]).view(rows, columns)
+    )
