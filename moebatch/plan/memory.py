@@ -3,6 +3,7 @@
 Shapes as in the paper: T tokens of a pass, S rows that are sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
@@ -83,6 +84,20 @@ def decoding_bytes(spec: ModelSpec) -> int:
 def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
     """One block of KV cache in all layers."""
     return spec.kv_bytes_per_token(kv_dtype) * KV_BLOCK_TOKENS
+
+
+def ring_blocks(windows: Sequence[int | None]) -> int:
+    """Blocks of a sequence in the layers with a sliding window; 0 where there are none."""
+    widest = max((window for window in windows if window is not None), default=0)
+    return -(-widest // KV_BLOCK_TOKENS)
+
+
+def kv_cache_bytes(spec: ModelSpec, policy: Policy) -> int:
+    """The whole KV cache: layers with a window hold no more than the window of each sequence."""
+    layer_block = kv_block_bytes(spec, policy.kv_dtype) // spec.num_layers
+    windowed = sum(window is not None for window in spec.layer_windows)
+    rings = min(policy.kv_blocks, policy.batch_size * ring_blocks(spec.layer_windows))
+    return layer_block * ((spec.num_layers - windowed) * policy.kv_blocks + windowed * rings)
 
 
 def activation_bytes(spec: ModelSpec, policy: Policy) -> int:

@@ -17,6 +17,7 @@ from moebatch.plan.memory import (
     decoding_bytes,
     expert_page_bytes,
     kv_block_bytes,
+    kv_cache_bytes,
     loading_bytes,
     logit_bytes,
     vocabulary_bytes,
@@ -87,7 +88,7 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan
         resident_weights=resident,
         page_buffer=slots * slot + (decoding_bytes(spec) if slots else 0),
         loading=loading_bytes(spec, staged),
-        kv_cache=policy.kv_blocks * kv_block_bytes(spec, policy.kv_dtype),
+        kv_cache=kv_cache_bytes(spec, policy),
         activations=activation_bytes(spec, policy),
         logits=logit_bytes(spec, policy.batch_size),
     )
