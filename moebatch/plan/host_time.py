@@ -99,7 +99,7 @@ class HostTime:
         ffn = ffn + dense * self._base_ffn(load.tokens, kept_attention, dense=True)
         streamed = (layers - attention_pages) * cost.mean_attention_page_bytes(spec) + (
             spec.num_expert_pages - expert_pages
-        ) * cost.expert_page_bytes(spec)
+        ) * spec.stored_expert_bytes
         return HostPass(
             pre_attn=layers * self._pre_attn(load, kept_attention),
             cpu_attn=self._attention(load),

@@ -4,6 +4,7 @@ All amounts may be numpy arrays, so that a search is one evaluation.
 Shapes as in the paper: T tokens of a pass, S rows that are sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +64,38 @@ def loading_bytes(spec: ModelSpec, page_bytes: Amount) -> Amount:
     widest = max(2 * spec.expert_size, 2 * spec.dense_size, 2 * spec.shared_size, spec.qkv_rows)
     matrix = widest * spec.hidden_size * FLOAT
     head = spec.vocab_size * spec.hidden_size * (FLOAT + DTYPE_BYTES[spec.weight_dtype])
-    pages = np.where(np.asarray(page_bytes) > 0, LOADERS * (page_bytes + matrix), 0)
+    pages = np.where(
+        np.asarray(page_bytes) > 0, LOADERS * (page_bytes + matrix + decoding_bytes(spec)), 0
+    )
     return np.maximum(pages, 0 if spec.tie_embeddings else head)
+
+
+def decoding_bytes(spec: ModelSpec) -> int:
+    """What one reader holds while it decodes a quantised page: its bytes, numbers and float32 forms."""
+    if spec.stored_bits is None:
+        return 0
+    widest = max(spec.expert_size, spec.dense_size, spec.shared_size) * spec.hidden_size
+    return spec.stored_expert_bytes + 3 * widest * FLOAT
 
 
 def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
     """One block of KV cache in all layers."""
     return spec.kv_bytes_per_token(kv_dtype) * KV_BLOCK_TOKENS
+
+
+def ring_blocks(windows: Sequence[int | None]) -> int:
+    """Blocks of a sequence in the layers with a sliding window; 0 where there are none."""
+    widest = max((window for window in windows if window is not None), default=0)
+    return -(-widest // KV_BLOCK_TOKENS)
+
+
+def kv_cache_bytes(spec: ModelSpec, *, kv_blocks: Amount, batch_size: Amount,
+                   kv_dtype: str) -> Amount:  # fmt: skip
+    """The whole KV cache: layers with a window hold no more than the window of each sequence."""
+    layer_block = kv_block_bytes(spec, kv_dtype) // spec.num_layers
+    windowed = sum(window is not None for window in spec.layer_windows)
+    rings = np.minimum(kv_blocks, batch_size * ring_blocks(spec.layer_windows))
+    return layer_block * ((spec.num_layers - windowed) * kv_blocks + windowed * rings)
 
 
 def activation_bytes(spec: ModelSpec, tokens: Amount) -> Amount:
@@ -108,9 +134,12 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, prefill_tokens: Amount, 
         base=base_bytes,
         vocabulary=vocabulary_bytes(spec),
         resident_weights=np.ceil(attention_pages * mean) + expert_pages * expert,
-        page_buffer=np.minimum(page_slots, streamed) * slot,
+        page_buffer=np.minimum(page_slots, streamed) * slot
+        + np.where(streamed > 0, decoding_bytes(spec), 0),
         loading=loading_bytes(spec, staged),
-        kv_cache=kv_blocks * kv_block_bytes(spec, kv_dtype),
+        kv_cache=kv_cache_bytes(
+            spec, kv_blocks=kv_blocks, batch_size=batch_size, kv_dtype=kv_dtype
+        ),
         activations=activation_bytes(spec, prefill_tokens + batch_size),
         logits=logit_bytes(spec, batch_size),
     )

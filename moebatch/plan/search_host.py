@@ -5,7 +5,7 @@ KV blocks. Source of the objective: MoE-Lightning (arXiv 2411.11217), section 3.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -59,13 +59,13 @@ class HostModel:
         half = np.ceil(streamed / self.spec.num_layers / 2)
         return np.maximum(1, np.minimum(streamed, np.maximum(4, half)))
 
-    def memory(self, at: Candidates) -> MemoryPlan:
-        """Peak bytes with the fewest KV blocks that do."""
+    def memory(self, at: Candidates, *, kv_blocks: Amount | None = None) -> MemoryPlan:
+        """Peak bytes; None: with the fewest KV blocks that do."""
         return host_memory(
             self.spec,
             batch_size=at.batch,
             prefill_tokens=at.prefill_tokens,
-            kv_blocks=self.kv_blocks(at.batch),
+            kv_blocks=self.kv_blocks(at.batch) if kv_blocks is None else kv_blocks,
             attention_pages=at.attention_pages,
             expert_pages=at.expert_pages,
             page_slots=self.page_slots(at.attention_pages, at.expert_pages),
@@ -180,17 +180,15 @@ def search_host(model: HostModel, at: Candidates, *, memory_bytes: int,
                 for x in (at.batch, at.prefill_tokens, at.attention_pages, at.expert_pages)
             )
         )
-        plan = model.memory(one)
-        more = (policy.kv_blocks - float(model.kv_blocks(at.batch[k]))) * kv_block_bytes(
-            model.spec, policy.kv_dtype
-        )
-        found.append((policy, in_bytes(_first(plan, more)), speed))
+        plan = model.memory(one, kv_blocks=float(policy.kv_blocks))
+        found.append((policy, _plain(plan), speed))
     return found
 
 
-def _first(plan: MemoryPlan, more_kv: float) -> MemoryPlan:
-    plain = {name: float(np.ravel(getattr(plan, name))[0]) for name in MemoryPlan.__slots__}
-    return replace(MemoryPlan(**plain), kv_cache=plain["kv_cache"] + more_kv)
+def _plain(plan: MemoryPlan) -> MemoryPlan:
+    """The plan of a single candidate, its arrays of one as whole numbers."""
+    first = {name: np.ravel(getattr(plan, name))[0] for name in MemoryPlan.__slots__}
+    return in_bytes(MemoryPlan(**first))
 
 
 def infeasible(least_bytes: float, budget: int) -> NoFeasiblePolicy:

@@ -98,6 +98,8 @@ class Engine:
             head_dim=spec.cache_head_dim,
             value_dim=spec.cache_value_dim,
             dtype=policy.kv_dtype,
+            windows=spec.layer_windows,
+            max_sequences=policy.batch_size,
         )
         self._rope = Rope(spec.rope, spec.head_dim)
         self._forward = Forward(spec=spec, store=self._store, kv=self._kv)

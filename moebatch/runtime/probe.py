@@ -27,7 +27,7 @@ from moebatch.plan.schedule import Lane, Op, Task
 from moebatch.runtime import host
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.forward import Forward
-from moebatch.runtime.kv_cache import KVCache, blocks_for
+from moebatch.runtime.kv_cache import BlockTable, KVCache, blocks_for
 from moebatch.runtime.sampling import SamplingState, sample
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 384)
@@ -265,7 +265,7 @@ class _Hollow:
     @contextmanager
     def _begun(self, rows: int, start: int, length: int) -> Iterator[None]:
         """A pass of `rows` sequences that compute `length` tokens from `start` on is under way."""
-        tables: list[list[int]] = [[] for _ in range(rows)]
+        tables = [BlockTable() for _ in range(rows)]
         for table in tables:
             self._kv.extend(table, start + length)
         ids = torch.randint(self._spec.vocab_size, (rows, length)).tolist()
