@@ -2,6 +2,7 @@
 
 MoebatchError
   UsageError          exit 2    options that contradict each other or cannot be understood
+  TooManyErrors       exit 4    stopped by --max-errors, --fail-fast, or 20 equal errors at the start
   NoFeasiblePolicy    exit 5    no policy fits the memory
   InputError          exit 6    the data set as a whole: missing columns, empty, unreadable;
                                 subclass: not found (7)
@@ -28,6 +29,12 @@ class UsageError(MoebatchError):
     """Options that contradict each other, or a path that cannot be used."""
 
     exit_code = 2
+
+
+class TooManyErrors(MoebatchError):
+    """More rows failed than the user allows; what is finished stays."""
+
+    exit_code = 4
 
 
 class NoFeasiblePolicy(MoebatchError):

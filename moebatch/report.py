@@ -26,6 +26,7 @@ class RowCounts:
 
     succeeded: int = 0
     failed: int = 0
+    skipped: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     truncated_tokens: int = 0
@@ -37,13 +38,15 @@ class RowCounts:
     @property
     def total(self) -> int:
         """Rows, answered or not."""
-        return self.succeeded + self.failed
+        return self.succeeded + self.failed + self.skipped
 
     def add(self, outcome: Outcome) -> None:
         """Count one row's outcome."""
         if not isinstance(outcome, Completion):
-            self.failed += 1
-            self.by_error_code[outcome.code] += 1
+            self.skipped += outcome.skipped
+            self.failed += not outcome.skipped
+            if not outcome.skipped:
+                self.by_error_code[outcome.code] += 1
             return
         self.succeeded += 1
         self.prompt_tokens += len(outcome.request.prompt_token_ids)
@@ -115,6 +118,7 @@ class Report:
                 "total": self.rows.total,
                 "succeeded": self.rows.succeeded,
                 "failed": self.rows.failed,
+                "skipped": self.rows.skipped,
                 "by_error_code": dict(self.rows.by_error_code),
             },
             "tokens": {
@@ -152,7 +156,9 @@ class Report:
         rows, rate = self.rows, self.generation_throughput
         lines = [
             f"{rows.total:,} rows in {format_duration(self.times.total)} · "
-            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed → {output}",
+            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed"
+            + (f", {rows.skipped:,} skipped" if rows.skipped else "")
+            + f" → {output}",
             f"prefill {format_duration(self.times.prefill)} for {rows.prompt_tokens:,} prompt tokens · "
             f"decode {format_duration(self.times.decode)} for {rows.generated_tokens:,} new tokens · "
             f"load {format_duration(self.times.load)}",

@@ -104,7 +104,8 @@ def test_rows_come_out_in_order_with_their_columns(model, tmp_path) -> None:
     report = json.loads((tmp_path / "out.jsonl.moebatch" / "report.json").read_text())
     assert report["tokens"]["generated"] == sum(row["completion_tokens"] for row in written)
     assert report["tokens"]["prompt"] == sum(row["prompt_tokens"] for row in written)
-    assert report["requests"] == {"total": 20, "succeeded": 20, "failed": 0, "by_error_code": {}}
+    assert report["requests"] == {"total": 20, "succeeded": 20, "failed": 0, "skipped": 0,
+                                  "by_error_code": {}}  # fmt: skip
     assert report["throughput"]["generation_throughput"] > 0
 
 

@@ -205,7 +205,12 @@ def test_what_is_not_there_is_exit_7_before_reading(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("x.parquet", b"no parquet"), ("x.jsonl.gz", b"no gzip"), ("x.jsonl", b""), ("x.csv", b"")],
+    [
+        ("x.parquet", b"no parquet"),
+        ("x.jsonl.gz", b"\x1f\x8bno gzip"),
+        ("x.jsonl", b""),
+        ("x.csv", b""),
+    ],
 )
 def test_broken_and_empty_files_are_exit_6_with_one_line(tmp_path, name, data):
     with pytest.raises(InputError) as caught:

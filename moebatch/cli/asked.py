@@ -3,11 +3,14 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from moebatch.cli.limits import Tolerance
 from moebatch.data.columns import ColumnNames
+from moebatch.data.dataset import Dataset
+from moebatch.data.reader import RowRange
 from moebatch.errors import UsageError
 from moebatch.plan.optimizer import Overrides
 
@@ -23,6 +26,22 @@ class InputOptions:
     offset: int
     subset: str | None
     split: str | None
+    shard: tuple[int, int] = (0, 1)
+    on_duplicate: Any = "refuse"
+
+    def open(self) -> Dataset:
+        """The data set, ready to be read twice.
+
+        Raises: InputNotFound, InputError, UsageError.
+        """
+        return Dataset(
+            self.sources,
+            input_format=self.input_format,
+            columns=self.columns,
+            chosen=RowRange(limit=self.limit, offset=self.offset, shard=self.shard),
+            subset=self.subset,
+            split=self.split,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,9 @@ class OutputOptions:
     order: Any
     overwrite: bool
     allow_row_errors: bool
+    error_file: Path | None = None
+    report_file: Path | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
+from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.progress import State, View
 from moebatch.data.chat import load_chat_template
-from moebatch.data.counting import count_rows
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
-from moebatch.data.reader import peek, read_rows
+from moebatch.data.reader import peek
 from moebatch.data.requests import Completion, Outcome, RawRow, Request, RowError
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
-from moebatch.data.writer import OutputWriter, check_output
-from moebatch.errors import UsageError
+from moebatch.data.writer import OutputWriter, check_beside, check_output
+from moebatch.errors import ModelError, UsageError
 from moebatch.model.checkpoint import Checkpoint, read_json
 from moebatch.model.resolve import LocalModel
 from moebatch.plan.memory import LOADERS, MemoryPlan
@@ -45,6 +45,7 @@ class Rows:
 
     writer: OutputWriter
     builder: RequestBuilder
+    limit: ErrorLimit
     counts: RowCounts = field(default_factory=RowCounts)
     _under_way: dict[int, RawRow] = field(default_factory=dict)
 
@@ -69,6 +70,7 @@ class Rows:
     def _finish(self, row: RawRow | None, outcome: Outcome) -> None:
         self.counts.add(outcome)
         self.writer.put(row, outcome)
+        self.limit.see(outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,41 +90,34 @@ class Job:
         Raises: MoebatchError for anything that stops the whole run.
         """
         out = self.output
-        check_output(out.path, inputs=self.rows.sources, overwrite=out.overwrite,
-                     output_format=out.output_format)  # fmt: skip
-        with Checkpoint(self.model.path) as checkpoint:
+        with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
+            check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
+                         output_format=out.output_format, error_path=out.error_file)  # fmt: skip
+            if out.report_file is not None:
+                check_beside(out.report_file, option="--report", output=out.path,
+                             inputs=dataset.files)  # fmt: skip
             checkpoint.check(self.model.parts())
+            survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
-            return job._execute(checkpoint, view)
+            return job._execute(checkpoint, view, dataset.rows(survey), survey.num_rows)
 
-    def _execute(self, checkpoint: Checkpoint, view: View) -> Report:
+    def _execute(self, checkpoint: Checkpoint, view: View,
+                 rows: Iterable[RawRow | RowError], num_rows: int) -> Report:  # fmt: skip
         start, started_at = time.perf_counter(), datetime.now(UTC)
         out = self.output
         tokenizer = load_tokenizer(self.model.path)
         builder = self._builder(tokenizer)
-        _, stream = peek(self._read(), 1)  # a data set that cannot be read is found before writing
+        limit = ErrorLimit(out.tolerance, num_rows=num_rows)
         with OutputWriter(out.path, format=self._format(tokenizer, started_at),
-                          output_format=out.output_format, order=out.order) as writer:  # fmt: skip
-            flow = Rows(writer, builder)
-            head, requests = peek(flow.requests(stream), _PEEKED_ROWS)
+                          output_format=out.output_format, order=out.order,
+                          error_path=out.error_file) as writer:  # fmt: skip
+            flow = Rows(writer, builder, limit)
+            head, requests = peek(flow.requests(rows), _PEEKED_ROWS)
             done = Computed.nothing()
             if head:
-                done = self._run(
-                    flow, head, requests, tokenizer=tokenizer, checkpoint=checkpoint, view=view
-                )
+                done = self._run(flow, head, requests, num_rows=num_rows, tokenizer=tokenizer,
+                                 checkpoint=checkpoint, view=view)  # fmt: skip
         return self._report(flow, done, started_at=started_at, total_s=time.perf_counter() - start)
-
-    def _read(self) -> Iterator[RawRow | RowError]:
-        rows = self.rows
-        return read_rows(
-            rows.sources,
-            input_format=rows.input_format,
-            columns=rows.columns,
-            limit=rows.limit,
-            offset=rows.offset,
-            subset=rows.subset,
-            split=rows.split,
-        )
 
     def _builder(self, tokenizer: Tokenizer) -> RequestBuilder:
         prompts, model = self.prompts, self.model
@@ -145,7 +140,10 @@ class Job:
         choice = self.prompts.generation_config
         if choice == "auto":
             return self.model.generation_config
-        return None if choice == "none" else read_json(Path(choice))
+        try:
+            return None if choice == "none" else read_json(Path(choice))
+        except ModelError as error:  # a file that the user named
+            raise UsageError(f"--generation-config: {error}") from None
 
     @property
     def max_model_len(self) -> int:
@@ -169,7 +167,7 @@ class Job:
         )
 
     def _run(
-        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], *,
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], *, num_rows: int,
         tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
     ) -> "Computed":  # fmt: skip
         """Plan from the first rows, load, and run."""
@@ -188,7 +186,6 @@ class Job:
             fixed=self.resources.overrides,
         )
         view.note(_plan_line(self.model, policy, memory, budget))
-        total = len(head) if workload.num_sequences is not None else self._count_rows()
         with Engine(
             checkpoint,
             spec=self.model.spec,
@@ -202,13 +199,10 @@ class Job:
         ) as engine:
             engine.load(threads=min(threads, LOADERS), progress=view.loading)
             for outcome in engine.run(
-                requests, lambda stats: view.running(_state(stats, flow, total, workload))
+                requests, lambda stats: view.running(_state(stats, flow, num_rows, workload))
             ):
                 flow.take(outcome)
             return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
-
-    def _count_rows(self) -> int | None:
-        return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
 
     def _report(self, flow: Rows, done: "Computed", *, started_at: datetime,
                 total_s: float) -> Report:  # fmt: skip

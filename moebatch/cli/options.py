@@ -37,6 +37,19 @@ AllowRowErrors = Annotated[
     bool,
     typer.Option("--allow-row-errors", help="Exit 0 though rows failed.", rich_help_panel=_OUTPUT),
 ]
+ErrorFile = Annotated[
+    Path | None,
+    typer.Option("--error-file", help="Failed rows go there, and only there.",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+MaxErrors = Annotated[
+    str | None,
+    typer.Option(help="Stop when more rows fail: N or P%.", rich_help_panel=_OUTPUT),
+]
+FailFast = Annotated[
+    bool,
+    typer.Option("--fail-fast", help="Stop at the first failed row.", rich_help_panel=_OUTPUT),
+]
 InputFormat = Annotated[
     str, typer.Option(help="auto, jsonl, parquet, csv or txt.", rich_help_panel=_INPUT)
 ]
@@ -56,6 +69,16 @@ Limit = Annotated[
     int | None, typer.Option("--limit", "-L", help="Read at most N rows.", rich_help_panel=_INPUT)
 ]
 Offset = Annotated[int, typer.Option(help="Skip the first N rows.", rich_help_panel=_INPUT)]
+Shard = Annotated[
+    str | None,
+    typer.Option(help="Answer every N-th row: I/N (I from 0), or auto in a SLURM array.",
+                 rich_help_panel=_INPUT),
+]  # fmt: skip
+OnDuplicate = Annotated[
+    str,
+    typer.Option(help="An id twice: refuse the data, or row-error from its second row on.",
+                 rich_help_panel=_INPUT),
+]  # fmt: skip
 System = Annotated[
     str | None,
     typer.Option("--system", "-s", help="System message: text, or @file.", rich_help_panel=_INPUT),

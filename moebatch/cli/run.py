@@ -33,6 +33,8 @@ def run(
     offset: opt.Offset = 0,
     hf_subset: opt.HubSubset = None,
     hf_split: opt.HubSplit = None,
+    shard: opt.Shard = None,
+    on_duplicate: opt.OnDuplicate = "refuse",
     system: opt.System = None,
     strict: opt.Strict = False,
     output_format: opt.OutputFormat = "auto",
@@ -41,6 +43,9 @@ def run(
     order: opt.Order = "input",
     overwrite: opt.Overwrite = False,
     allow_row_errors: opt.AllowRowErrors = False,
+    error_file: opt.ErrorFile = None,
+    max_errors: opt.MaxErrors = None,
+    fail_fast: opt.FailFast = False,
     revision: opt.Revision = None,
     cache_dir: opt.CacheDir = None,
     offline: opt.Offline = False,
@@ -82,14 +87,17 @@ def run(
 ) -> None:
     """Generate text for every row of a data set and write it in the order of the rows."""
     from moebatch.cli import asked, job
+    from moebatch.cli.limits import parse_tolerance
     from moebatch.cli.progress import make_view
+    from moebatch.cli.shards import parse_shard, shard_path
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
 
     check_choices(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
-        truncation_side=truncation_side, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
+        truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     view = make_view(progress, quiet=quiet)
     flags = {
@@ -101,19 +109,23 @@ def run(
         "logprobs": logprobs, "skip_special_tokens": skip_special_tokens,
         "include_stop_str_in_output": include_stop_str_in_output or None,
     }  # fmt: skip
-    destination: Path | Literal["-"] = "-" if output == "-" else Path(output)
+    part = parse_shard(shard)
+    destination: Path | Literal["-"] = "-" if output == "-" else shard_path(Path(output), part)
     task = job.Job(
         command=asked.command_line(),
         model=resolve_model(model, revision=revision, cache_dir=cache_dir, offline=offline),
         rows=asked.InputOptions(
             sources=dataset, input_format=input_format, limit=limit, offset=offset,
-            subset=hf_subset, split=hf_split,
+            subset=hf_subset, split=hf_split, shard=part, on_duplicate=on_duplicate,
             columns=ColumnNames(prompt=prompt_column, messages=messages_column,
                                 prompt_token_ids=token_ids_column, id=id_column),
         ),
         output=asked.OutputOptions(
             path=destination, output_format=output_format, schema=output_schema, order=order,
             include=tuple(include or ()), overwrite=overwrite, allow_row_errors=allow_row_errors,
+            error_file=error_file and shard_path(error_file, part),
+            report_file=Path(report) if report and report != "-" else None,
+            tolerance=parse_tolerance(max_errors, fail_fast=fail_fast),
         ),
         prompts=asked.PromptOptions(
             sampling={name: value for name, value in flags.items() if value is not None},
@@ -173,6 +185,7 @@ CHOICES = {
     "on_too_long": ("error", "truncate", "skip"),
     "truncation_side": ("left", "right", "middle"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 

@@ -5,6 +5,7 @@ from the lines at the end, since only then the types of its columns are known.
 """
 
 import contextlib
+import errno
 import os
 import sys
 import time
@@ -35,6 +36,7 @@ def check_output(
     inputs: Sequence[str] = (),
     overwrite: bool = False,
     output_format: OutputFormat = "auto",
+    error_path: Path | None = None,
 ) -> None:
     """Find out early whether the output can be written; touches nothing.
 
@@ -45,23 +47,49 @@ def check_output(
     if path == "-":
         if resolved == "parquet":
             raise UsageError("Parquet cannot be written to standard output", hint="name a file")
-        return
-    _check_place(path)
-    _check_not_input(path, inputs=inputs)
-    if path.exists() and not overwrite and not side_path(path).is_dir():
-        raise OutputError(f"{path} exists already", hint="add --overwrite, or choose another -o")
+    else:
+        _check_place(path)
+        _check_not_input(path, inputs=inputs)
+        # What a run has begun may be gone on with: the folder beside the output knows.
+        overwrite = overwrite or side_path(path).is_dir()
+        _check_free(path, overwrite=overwrite, option="-o")
+    if error_path is not None:
+        check_beside(error_path, option="--error-file", output=path, inputs=inputs)
+        _check_free(error_path, overwrite=overwrite, option="--error-file")
+
+
+def _check_free(path: Path, *, overwrite: bool, option: str) -> None:
+    if path.exists() and not overwrite:
+        raise OutputError(
+            f"{path} exists already", hint=f"add --overwrite, or choose another {option}"
+        )
 
 
 def _check_place(path: Path) -> None:
+    try:
+        _check_file_place(path, name="output")
+        side = path.with_name(path.name + ".moebatch")
+        if side.exists() and not side.is_dir():
+            raise UsageError(f"{side} is in the way: it is no folder", hint="choose another -o")
+        if partial_path(path).is_dir():
+            raise UsageError(f"{partial_path(path)} is in the way: it is a folder")
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, NUL
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"the output {path!s:.100} cannot be used: {reason}") from error
+
+
+def _check_file_place(path: Path, *, name: str) -> None:
     if path.is_dir():
-        raise UsageError(f"the output {path} is a folder", hint="name a file in it")
+        raise UsageError(f"the {name} {path} is a folder", hint="name a file in it")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"the {name} {path} is no regular file", hint="-o - writes to a pipe")
     parent = path.resolve().parent
     if not parent.is_dir():
         raise UsageError(
             f"the folder {parent} does not exist", hint=f"create it: mkdir -p {parent}"
         )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"the folder {parent} cannot be written to", hint="choose another -o")
+        raise UsageError(f"the folder {parent} cannot be written to", hint="choose another place")
 
 
 def _check_not_input(path: Path, *, inputs: Sequence[str]) -> None:
@@ -69,6 +97,22 @@ def _check_not_input(path: Path, *, inputs: Sequence[str]) -> None:
     for name in inputs:
         if Path(name).resolve() in (path.resolve(), partial) or _same_file(path, name):
             raise UsageError(f"the output {path} is also the input", hint="choose another -o")
+
+
+def check_beside(path: Path, *, option: str, output: Destination, inputs: Sequence[str]) -> None:
+    """Check early that a file beside the output, such as a report, can be written at the end.
+
+    Raises: UsageError also where it would overwrite the output or an input.
+    """
+    try:
+        _check_file_place(path, name=f"file of {option}")
+        others = [Path(name) for name in inputs]
+        others += [] if output == "-" else [output, partial_path(output)]
+        if path.resolve() in [other.resolve() for other in others]:
+            raise UsageError(f"{option} {path} would overwrite the output or an input")
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{option} {path!s:.100} cannot be used: {reason}") from error
 
 
 def _same_file(path: Path, name: str) -> bool:
@@ -108,7 +152,8 @@ class OutputWriter:
     """Takes the outcome of every row, in any order, and writes them in the order of the input.
 
     Indices start at `first_index` and leave no gap. Use it as a context manager: leaving it by an
-    exception keeps the partial file and makes no output.
+    exception keeps the partial file and makes no output. Failed rows go to `error_path` alone,
+    where it is given; lines of JSON, whatever the output's format.
     """
 
     def __init__(
@@ -120,6 +165,7 @@ class OutputWriter:
         order: Order = "input",
         first_index: int = 0,
         metadata: Mapping[str, str] | None = None,
+        error_path: Path | None = None,
     ) -> None:
         """`metadata` goes into a Parquet file's key-value metadata.
 
@@ -140,6 +186,8 @@ class OutputWriter:
         self._previous: Schema = "flat"
         self._flushed_at_s = time.monotonic()
         self._file = _open(path)
+        self._error_path = error_path
+        self._error_file = None if error_path is None else _open(error_path)
 
     @property
     def num_waiting(self) -> int:
@@ -172,14 +220,19 @@ class OutputWriter:
         with self._explained():
             self._file.sync()
             self._file.close()
+            if self._error_path is not None and self._error_file is not None:
+                self._error_file.sync()
+                self._error_file.close()
+                durable.publish(partial_path(self._error_path), self._error_path)
             if self._path != "-":
                 self._publish(self._path)
 
     def abort(self) -> None:
         """Stop writing and keep the partial file, as far as rows have come in order."""
-        with contextlib.suppress(OSError):
-            self._file.flush()
-        self._file.close()
+        for file in filter(None, (self._file, self._error_file)):
+            with contextlib.suppress(OSError):
+                file.flush()
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -200,14 +253,17 @@ class OutputWriter:
         self._previous = schema
         line = to_json(output_row(row, outcome, schema=schema, format=self._format))
         with self._explained():
-            self._file.write(line.encode() + b"\n")
+            failed = isinstance(outcome, RowError)
+            file = self._error_file if failed and self._error_file is not None else self._file
+            file.write(line.encode() + b"\n")
             self.num_rows += 1
             self._flush_sometimes()
 
     def _flush_sometimes(self) -> None:
         now = time.monotonic()
         if self.num_rows % _FLUSH_ROWS == 0 or now - self._flushed_at_s >= _FLUSH_S:
-            self._file.flush()
+            for file in filter(None, (self._file, self._error_file)):
+                file.flush()
             self._flushed_at_s = now
 
     def _publish(self, path: Path) -> None:
@@ -271,6 +327,8 @@ def _open(path: Destination) -> durable.AppendFile | _Stdout:
     try:
         return durable.AppendFile(partial_path(path))
     except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         raise durable.write_error(path, error) from error
 
 
