@@ -1,6 +1,7 @@
 """`moebatch run`: options in, one job, its summary and exit code out."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,8 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+_THREADS_PER_CORE = 8  # more never helps, and thousands end the process
+
 CHOICES = {
     "output_format": ("auto", "jsonl", "parquet"),
     "output_schema": ("auto", "openai", "flat"),
@@ -225,6 +228,9 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
     from moebatch.cli.asked import ResourceOptions
     from moebatch.plan.optimizer import Overrides
 
+    cores = os.cpu_count() or 1
+    if cpu_threads is not None and cpu_threads > _THREADS_PER_CORE * cores:
+        raise UsageError(f"--cpu-threads {cpu_threads} is too many: the machine has {cores} cores")
     for name, value in (("--cpu-threads", cpu_threads), ("--batch-size", batch_size),
                         ("--micro-batch-size", micro_batch_size)):  # fmt: skip
         if value is not None and value < 1:

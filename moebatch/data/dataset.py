@@ -14,9 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, Self
 
 from moebatch.data.columns import ColumnNames
 from moebatch.data.compressed import open_raw
@@ -24,6 +22,9 @@ from moebatch.data.reader import RowRange, read_places, read_sources
 from moebatch.data.requests import RawRow, RowError
 from moebatch.data.sources import InputFormat, Source, find_sources
 from moebatch.errors import InputError, OutputWriteError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OnDuplicate = Literal["refuse", "row-error"]
 _SHOWN_IDS = 5  # ids that a refusal names, and lines of each
@@ -138,7 +139,7 @@ class Dataset:
             split=self._split,
         )
 
-    def _repeated(self, suspects: np.ndarray, *, refuse: bool) -> bytes:
+    def _repeated(self, suspects: "np.ndarray", *, refuse: bool) -> bytes:
         """One mark a row, from those rows whose hashes are equal; two ids may share a hash."""
         marks = bytearray(len(suspects))
         if not suspects.any():
@@ -192,8 +193,10 @@ def _encoded(id_: str) -> bytes:
     return b"i" + id_.encode("utf-8", "surrogatepass")
 
 
-def _suspects(hashes: "array[int]") -> np.ndarray:
+def _suspects(hashes: "array[int]") -> "np.ndarray":
     """For each row, whether another row has the same hash."""
+    import numpy as np
+
     values = np.frombuffer(hashes, dtype=np.uint64)
     ordered = np.sort(values)
     return np.isin(values, ordered[1:][ordered[1:] == ordered[:-1]])

@@ -10,7 +10,7 @@ from typing import Any
 
 from moebatch.data.columns import ColumnNames, PromptKind, find_prompt
 from moebatch.data.messages import Message, is_messages, read_messages
-from moebatch.data.params import read_direct, read_params, unknown_names
+from moebatch.data.params import read_direct, read_params, unfit_names, unknown_names
 from moebatch.data.problem import RowProblem, unsupported
 from moebatch.data.requests import RawRow
 
@@ -91,6 +91,9 @@ class RowParser:
             read_params({name: columns.get(name) or None})
         values = _object(columns.get("sampling_params") or {}, name="sampling_params")
         self._check_names(values)
+        for name in unfit_names(columns):
+            text = f"the column {name!r} holds values that {name} cannot have; they are not used"
+            self.warn_once(f"column {name}", text)
         kind, name = found
         return _parsed(
             name,
