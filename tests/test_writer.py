@@ -408,7 +408,7 @@ def test_parquet_rows_are_read_again_as_input(tmp_path):
     assert json.loads(again.columns["messages"]) == row.columns["messages"]
 
 
-@pytest.mark.parametrize("where", ["write", "flush", "fsync", "replace"])
+@pytest.mark.parametrize("where", ["write", "sync", "fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_is_one_line_that_says_what_is_kept(tmp_path, monkeypatch, where, code):
     def fail(*_):

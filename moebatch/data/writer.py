@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
+from moebatch.data import durable
 from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import EXTRAS, RowFormat, index_of, output_row
 from moebatch.data.requests import Outcome, RawRow, RowError, Schema
-from moebatch.errors import OutputClosed, OutputError, OutputWriteError, UsageError
+from moebatch.data.side import side_path
+from moebatch.errors import OutputClosed, OutputError, UsageError
 
 OutputFormat = Literal["auto", "jsonl", "parquet"]
 Order = Literal["input", "completion"]
@@ -38,6 +40,7 @@ def check_output(
 ) -> None:
     """Find out early whether the output can be written; touches nothing.
 
+    An output that has a folder beside it may be a run to go on with: that is for the folder to say.
     Raises: UsageError for a place that cannot be used, OutputError when the output exists.
     """
     resolved = resolve_format(path, output_format=output_format)
@@ -47,6 +50,8 @@ def check_output(
     else:
         _check_place(path)
         _check_not_input(path, inputs=inputs)
+        # What a run has begun may be gone on with: the folder beside the output knows.
+        overwrite = overwrite or side_path(path).is_dir()
         _check_free(path, overwrite=overwrite, option="-o")
     if error_path is not None:
         check_beside(error_path, option="--error-file", output=path, inputs=inputs)
@@ -213,22 +218,21 @@ class OutputWriter:
         """
         assert not self._waiting, f"row {self._next_index} never came, {self.num_waiting} wait"
         with self._explained():
-            self._file.flush()
+            self._file.sync()
+            self._file.close()
             if self._error_path is not None and self._error_file is not None:
-                _close_safely(self._error_file)
-                os.replace(partial_path(self._error_path), self._error_path)
+                self._error_file.sync()
+                self._error_file.close()
+                durable.publish(partial_path(self._error_path), self._error_path)
             if self._path != "-":
-                _close_safely(self._file)
                 self._publish(self._path)
 
     def abort(self) -> None:
         """Stop writing and keep the partial file, as far as rows have come in order."""
         for file in filter(None, (self._file, self._error_file)):
             with contextlib.suppress(OSError):
-                if file is sys.stdout.buffer:
-                    file.flush()
-                else:
-                    file.close()
+                file.flush()
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -251,7 +255,7 @@ class OutputWriter:
         with self._explained():
             failed = isinstance(outcome, RowError)
             file = self._error_file if failed and self._error_file is not None else self._file
-            _write_all(file, line.encode() + b"\n")
+            file.write(line.encode() + b"\n")
             self.num_rows += 1
             self._flush_sometimes()
 
@@ -266,10 +270,9 @@ class OutputWriter:
         """Make the partial file the output, in one step that a crash cannot halve."""
         partial = partial_path(path)
         if self._output_format == "jsonl":
-            os.replace(partial, path)
+            durable.publish(partial, path)
         else:
             self._publish_table(partial, path)
-        _sync_folder(path.resolve().parent)
 
     def _publish_table(self, partial: Path, path: Path) -> None:
         from moebatch.data.parquet_out import write_parquet
@@ -277,10 +280,10 @@ class OutputWriter:
         unfinished = path.with_name(path.name + ".unfinished")
         try:
             write_parquet(partial, unfinished, metadata=self._metadata)
-            os.replace(unfinished, path)
+            durable.publish(unfinished, path)
         finally:
-            unfinished.unlink(missing_ok=True)
-        partial.unlink()
+            durable.remove(unfinished)
+        durable.remove(partial)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -292,7 +295,7 @@ class OutputWriter:
             raise OutputClosed("the reader of the output went away") from error
         except OSError as error:
             self.abort()
-            raise _write_error(self._path, error, kept=self._kept()) from error
+            raise durable.write_error(self._path, error, kept=self._kept()) from error
 
     def _kept(self) -> str:
         if self._path == "-" or not self.num_rows:
@@ -300,37 +303,33 @@ class OutputWriter:
         return f"; finished rows are kept in {partial_path(self._path)}"
 
 
-def _open(path: Destination) -> IO[bytes]:
+class _Stdout:
+    """Standard output with the interface of a file that grows."""
+
+    def write(self, content: bytes) -> None:
+        """Write every byte: an unbuffered standard output (PYTHONUNBUFFERED) may take only some."""
+        left = memoryview(content)
+        while left:
+            left = left[sys.stdout.buffer.write(left) :]
+
+    def flush(self) -> None:
+        sys.stdout.buffer.flush()
+
+    sync = flush
+
+    def close(self) -> None:
+        """It is not ours to close."""
+
+
+def _open(path: Destination) -> durable.AppendFile | _Stdout:
     if path == "-":
-        return sys.stdout.buffer
+        return _Stdout()
     try:
-        return open(partial_path(path), "wb")
+        return durable.AppendFile(partial_path(path))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise UsageError(f"{path} cannot be written: {error.strerror}") from error
-        raise _write_error(path, error) from error
-
-
-def _close_safely(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _write_all(file: IO[bytes], content: bytes) -> None:
-    """Write every byte: an unbuffered standard output (PYTHONUNBUFFERED) may take only some."""
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
-
-
-def _write_error(path: Destination, error: OSError, *, kept: str = "") -> OutputWriteError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "free some space" if full else "check the disk"
-    return OutputWriteError(
-        f"cannot write {path}: {error.strerror or error}{kept}",
-        hint=f"{advice}, then run the same command again",
-    )
+        raise durable.write_error(path, error) from error
 
 
 def _silence_stdout() -> None:
@@ -339,13 +338,3 @@ def _silence_stdout() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut; some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
