@@ -94,7 +94,7 @@ def run(
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
 
-    check_choices(
+    opt.check_choices(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
@@ -179,31 +179,6 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 _THREADS_PER_CORE = 8  # more never helps, and thousands end the process
-
-CHOICES = {
-    "output_format": ("auto", "jsonl", "parquet"),
-    "output_schema": ("auto", "openai", "flat"),
-    "order": ("input", "completion"),
-    "apply_chat_template": ("auto", "always", "never"),
-    "on_too_long": ("error", "truncate", "skip"),
-    "truncation_side": ("left", "right", "middle"),
-    "dtype": ("auto", "float32", "bfloat16"),
-    "on_duplicate": ("refuse", "row-error"),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-}
-
-
-def check_choices(**values: str) -> None:
-    """Refuse a word that an option does not know.
-
-    Raises: UsageError naming the option and what it takes.
-    """
-    for name, value in values.items():
-        if value not in CHOICES[name]:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} {value} does not exist", hint="one of: " + ", ".join(CHOICES[name])
-            )
 
 
 def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | None:
