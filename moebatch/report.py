@@ -88,6 +88,8 @@ class Report:
     memory_budget_bytes: int
     peak_rss_bytes: int
     rows: RowCounts
+    kept: RowCounts = field(default_factory=RowCounts)
+    work: Mapping[str, Any] = field(default_factory=dict)
     times: Times
     passes: int
     disk_read_bytes: int
@@ -99,7 +101,19 @@ class Report:
     def generation_throughput(self) -> float | None:
         """Generated tokens per second of prefill and decode (the paper's measure)."""
         seconds = self.times.prefill + self.times.decode
-        return self.rows.generated_tokens / seconds if seconds > 0 else None
+        return self.computed.generated_tokens / seconds if seconds > 0 else None
+
+    @property
+    def computed(self) -> RowCounts:
+        """What this session has computed: all rows, less those that an earlier one had answered."""
+        in_flight = self.work.get("resumed", {}).get("tokens_in_flight", 0)
+        return RowCounts(
+            succeeded=self.rows.succeeded - self.kept.succeeded,
+            prompt_tokens=self.rows.prompt_tokens - self.kept.prompt_tokens,
+            generated_tokens=max(
+                0, self.rows.generated_tokens - self.kept.generated_tokens - in_flight
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the report file."""
@@ -144,6 +158,7 @@ class Report:
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
             "warnings": list(self.warnings),
+            **self.work,
             **self._flat(),
         }
 
@@ -153,14 +168,14 @@ class Report:
 
     def summary(self, output: str) -> list[str]:
         """A few lines for the end of a run."""
-        rows, rate = self.rows, self.generation_throughput
+        rows, new, rate = self.rows, self.computed, self.generation_throughput
         lines = [
             f"{rows.total:,} rows in {format_duration(self.times.total)} · "
             f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed"
             + (f", {rows.skipped:,} skipped" if rows.skipped else "")
             + f" → {output}",
-            f"prefill {format_duration(self.times.prefill)} for {rows.prompt_tokens:,} prompt tokens · "
-            f"decode {format_duration(self.times.decode)} for {rows.generated_tokens:,} new tokens · "
+            f"prefill {format_duration(self.times.prefill)} for {new.prompt_tokens:,} prompt tokens · "
+            f"decode {format_duration(self.times.decode)} for {new.generated_tokens:,} new tokens · "
             f"load {format_duration(self.times.load)}",
         ]
         if self.policy is not None:
@@ -169,6 +184,8 @@ class Report:
                 f"{format_bytes(self.memory_budget_bytes)} · batch {self.policy.batch_size} · "
                 f"weights resident {self.policy.weights_resident:.0%}"
             )
+        if self.kept.total:
+            lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
             lines.append(f"failed rows: {codes}")
@@ -196,7 +213,7 @@ class Report:
         }
 
     def _throughput(self) -> dict[str, float | None]:
-        rows, times = self.rows, self.times
+        rows, times = self.computed, self.times
         return {
             "requests_per_second": _rate(rows.succeeded, times.total),
             "input_tokens_per_second": _rate(rows.prompt_tokens, times.total),
@@ -211,13 +228,13 @@ class Report:
 
     def _flat(self) -> dict[str, Any]:
         """The names that vLLM's benchmark dashboards look for."""
-        tokens = self.rows.prompt_tokens + self.rows.generated_tokens
+        tokens, new = self.rows.prompt_tokens + self.rows.generated_tokens, self.computed
         return {
             "num_requests": self.rows.total,
             "elapsed_time": self.times.total,
             "total_num_tokens": tokens,
-            "requests_per_second": _rate(self.rows.succeeded, self.times.total),
-            "tokens_per_second": _rate(tokens, self.times.total),
+            "requests_per_second": _rate(new.succeeded, self.times.total),
+            "tokens_per_second": _rate(new.prompt_tokens + new.generated_tokens, self.times.total),
         }
 
 

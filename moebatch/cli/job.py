@@ -3,74 +3,41 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
 
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
+from moebatch.cli.flow import Rows
+from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.progress import State, View
+from moebatch.cli.stop import Stop
 from moebatch.data.chat import load_chat_template
+from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.reader import peek
-from moebatch.data.requests import Completion, Outcome, RawRow, Request, RowError
+from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter, check_beside, check_output
-from moebatch.errors import ModelError, UsageError
+from moebatch.errors import Interrupted, ModelError, UsageError
 from moebatch.model.checkpoint import Checkpoint, read_json
 from moebatch.model.resolve import LocalModel
 from moebatch.plan.memory import LOADERS, MemoryPlan
 from moebatch.plan.optimizer import Overrides, choose
 from moebatch.plan.policy import Policy
 from moebatch.plan.workload import WorkloadSpec
-from moebatch.report import Report, RowCounts, Times
+from moebatch.report import Report, Times
 from moebatch.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moebatch.runtime.engine import Engine, EngineStats
 
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
-
-
-@dataclass(slots=True)
-class Rows:
-    """The stream from rows to requests, and the outcomes back to rows.
-
-    Memory holds the rows that are under way, never the data set.
-    """
-
-    writer: OutputWriter
-    builder: RequestBuilder
-    limit: ErrorLimit
-    counts: RowCounts = field(default_factory=RowCounts)
-    _under_way: dict[int, RawRow] = field(default_factory=dict)
-
-    def requests(self, rows: Iterable[RawRow | RowError]) -> Iterator[Request]:
-        """The requests of all rows that are in order; the others are written at once."""
-        for row in rows:
-            if isinstance(row, RowError):
-                self._finish(row.raw, row)
-                continue
-            outcome = self.builder.build(row)
-            if isinstance(outcome, RowError):
-                self._finish(row, outcome)
-            else:
-                self._under_way[row.index] = row
-                yield outcome
-
-    def take(self, outcome: Outcome) -> None:
-        """Write what the engine made of a request."""
-        index = outcome.request.index if isinstance(outcome, Completion) else outcome.index
-        self._finish(self._under_way.pop(index), outcome)
-
-    def _finish(self, row: RawRow | None, outcome: Outcome) -> None:
-        self.counts.add(outcome)
-        self.writer.put(row, outcome)
-        self.limit.see(outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +50,13 @@ class Job:
     output: OutputOptions
     prompts: PromptOptions
     resources: ResourceOptions
+    keep: KeepOptions = field(default_factory=KeepOptions)
 
-    def execute(self, view: View) -> Report:
-        """Run it; the report also when rows failed.
+    def execute(self, view: View, stop: Stop) -> Report:
+        """Run it; the report also when rows failed, or when it was stopped with its work kept.
 
-        Raises: MoebatchError for anything that stops the whole run.
+        Raises: MoebatchError for anything that ends the whole run; Interrupted before there was any
+        work to keep.
         """
         out = self.output
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
@@ -99,32 +68,47 @@ class Job:
             checkpoint.check(self.model.parts())
             survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
-            return job._execute(checkpoint, view, dataset.rows(survey), survey.num_rows)
+            with stop.deferred():
+                return job._execute(checkpoint, view, stop, dataset.rows(survey), survey.num_rows)
 
-    def _execute(self, checkpoint: Checkpoint, view: View,
+    def _execute(self, checkpoint: Checkpoint, view: View, stop: Stop,
                  rows: Iterable[RawRow | RowError], num_rows: int) -> Report:  # fmt: skip
         start, started_at = time.perf_counter(), datetime.now(UTC)
-        out = self.output
+        out, done = self.output, _Done()
         tokenizer = load_tokenizer(self.model.path)
-        builder = self._builder(tokenizer)
+        builder, identity = self._builder(tokenizer)
         limit = ErrorLimit(out.tolerance, num_rows=num_rows)
-        with OutputWriter(out.path, format=self._format(tokenizer, started_at),
-                          output_format=out.output_format, order=out.order,
-                          error_path=out.error_file) as writer:  # fmt: skip
-            flow = Rows(writer, builder, limit)
-            head, requests = peek(flow.requests(rows), _PEEKED_ROWS)
-            done = Computed.nothing()
-            if head:
-                done = self._run(flow, head, requests, num_rows=num_rows, tokenizer=tokenizer,
-                                 checkpoint=checkpoint, view=view)  # fmt: skip
-        return self._report(flow, done, started_at=started_at, total_s=time.perf_counter() - start)
+        with open_work(out.path, identity, self.keep) as work:
+            view.note_all(work.greeting())
+            flow = Rows(OutputWriter(out.path, format=self._format(tokenizer, work.manifest),
+                                     output_format=out.output_format, order=out.order,
+                                     error_path=out.error_file),
+                        builder, limit, stop, work.record)  # fmt: skip
+            with suppress(Interrupted), flow.writer:
+                head, requests = peek(flow.requests(rows), _PEEKED_ROWS)
+                if head:
+                    self._run(flow, head, requests, done, num_rows=num_rows, work=work,
+                              tokenizer=tokenizer, checkpoint=checkpoint, view=view)  # fmt: skip
+                with stop.immediate():
+                    flow.writer.close()
+                work.finish()
+            report = self._report(flow, done.computed, work, started_at=started_at,
+                                  total_s=time.perf_counter() - start)  # fmt: skip
+            work.log(report.status)
+            return report
 
-    def _builder(self, tokenizer: Tokenizer) -> RequestBuilder:
+    def _builder(self, tokenizer: Tokenizer) -> tuple[RequestBuilder, dict[str, Any]]:
+        """What makes requests of rows, and the fingerprint of all that goes into them."""
         prompts, model = self.prompts, self.model
-        return RequestBuilder(
+        template = load_chat_template(model.path, override=prompts.chat_template)
+        defaults = sampling_defaults(self._generation_config(), prompts.sampling)
+        shaping = {"system": prompts.system, "apply_chat_template": prompts.apply_chat_template}
+        identity = fingerprint(model, tokenizer=tokenizer, template=template, defaults=defaults,
+                               schema=self.output.schema, prompts=shaping)  # fmt: skip
+        builder = RequestBuilder(
             tokenizer,
-            chat_template=load_chat_template(model.path, override=prompts.chat_template),
-            defaults=sampling_defaults(self._generation_config(), prompts.sampling),
+            chat_template=template,
+            defaults=defaults,
             vocab_size=model.spec.vocab_size,
             max_model_len=self.max_model_len,
             on_too_long=prompts.on_too_long,
@@ -135,6 +119,7 @@ class Job:
             columns=self.rows.columns,
             model_name=model.name,
         )
+        return builder, identity
 
     def _generation_config(self) -> Mapping[str, Any] | None:
         choice = self.prompts.generation_config
@@ -156,27 +141,32 @@ class Job:
             raise UsageError(f"--max-model-len {wanted} is not between 1 and the model's {most}")
         return wanted or most
 
-    def _format(self, tokenizer: Tokenizer, started_at: datetime) -> RowFormat:
+    def _format(self, tokenizer: Tokenizer, manifest: Manifest) -> RowFormat:
         return RowFormat(
             schema=self.output.schema,
             model_name=self.model.name,
-            run_id=uuid4().hex[:12],
-            created=int(started_at.timestamp()),
+            run_id=manifest.run_id,
+            created=manifest.created,
             include=self.output.include,
             token_bytes=tokenizer.token_bytes,
         )
 
     def _run(
-        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], *, num_rows: int,
-        tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
-    ) -> "Computed":  # fmt: skip
-        """Plan from the first rows, load, and run."""
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+    ) -> None:  # fmt: skip
+        """Plan from the first rows, load, and run. `done` is filled in also when that is stopped.
+
+        Raises: Interrupted, MoebatchError.
+        """
         from moebatch.runtime import host
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
         compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
         threads = use_threads(self.resources.cpu_threads or host.num_cores())
-        budget = self.resources.memory_bytes or host.default_budget_bytes()
+        budget = self.resources.memory_bytes
+        if budget is None:
+            budget = host.default_budget_bytes()
         workload = _workload(head)
         policy, memory = choose(
             self.model.spec,
@@ -186,6 +176,8 @@ class Job:
             fixed=self.resources.overrides,
         )
         view.note(_plan_line(self.model, policy, memory, budget))
+        work.log(_plan_line(self.model, policy, memory, budget))
+        work.use_numeric({"dtype": compute, "kv_cache_dtype": policy.kv_dtype})
         with Engine(
             checkpoint,
             spec=self.model.spec,
@@ -196,25 +188,30 @@ class Job:
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
             compute=compute,
+            interrupted=flow.stop.requested,
         ) as engine:
-            engine.load(threads=min(threads, LOADERS), progress=view.loading)
-            for outcome in engine.run(
-                requests, lambda stats: view.running(_state(stats, flow, num_rows, workload))
-            ):
-                flow.take(outcome)
-            return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
+            try:
+                with flow.stop.immediate():
+                    engine.load(threads=min(threads, LOADERS), progress=view.loading)
+                flow.compute(engine, requests, lambda stats: view.running(
+                    _state(stats, flow, num_rows, workload)))  # fmt: skip
+            finally:
+                done.computed = Computed.of(
+                    engine, policy=policy, memory=memory, budget=budget, compute=compute
+                )
 
-    def _report(self, flow: Rows, done: "Computed", *, started_at: datetime,
+    def _report(self, flow: Rows, done: "Computed", work: Work, *, started_at: datetime,
                 total_s: float) -> Report:  # fmt: skip
         from moebatch.runtime import host
 
         failed = flow.counts.failed and not self.output.allow_row_errors
+        stop = flow.stop if not work.finished else None
         return Report(
             command=self.command,
             started_at=started_at.isoformat(timespec="seconds"),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            status="completed",
-            exit_code=3 if failed else 0,
+            status=stop.reason if stop else "completed",
+            exit_code=stop.exit_code if stop else 3 if failed else 0,
             model_name=self.model.name,
             model_revision=self.model.revision,
             spec=self.model.spec,
@@ -226,6 +223,8 @@ class Job:
             memory_budget_bytes=done.budget,
             peak_rss_bytes=host.peak_rss_bytes(),
             rows=flow.counts,
+            kept=flow.kept,
+            work=work.describe(),
             times=Times(
                 total=total_s, load=done.load_s, prefill=done.prefill_s, decode=done.decode_s
             ),
@@ -233,7 +232,7 @@ class Job:
             disk_read_bytes=done.disk_read_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
-            warnings=flow.builder.warnings,
+            warnings=flow.warnings,
         )
 
 
@@ -276,6 +275,13 @@ class Computed:
     def nothing(cls) -> "Computed":
         """No row could become a request, so no model was loaded."""
         return cls(policy=None, memory=None, budget=0)
+
+
+@dataclass(slots=True)
+class _Done:
+    """What was computed, for who asks after the engine is gone."""
+
+    computed: Computed = field(default_factory=Computed.nothing)
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:

@@ -35,6 +35,34 @@ Order = Annotated[str, typer.Option(help="input or completion.", rich_help_panel
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT)
 ]
+Resume = Annotated[
+    str,
+    typer.Option(
+        "--resume",
+        help="Go on with an earlier run of the same command (default); numeric: also where it "
+        "computed in another data type.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+NoResume = Annotated[
+    bool,
+    typer.Option("--no-resume", help="Refuse an output that is begun.", rich_help_panel=_OUTPUT),
+]
+KeepErrors = Annotated[
+    bool,
+    typer.Option("--keep-errors/--retry-errors", show_default=False,
+                 help="Rows that failed in an earlier run: kept, or computed again (default).",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+CheckpointTokens = Annotated[
+    int | None,
+    typer.Option(help="Save unfinished rows every K steps; default: by time.",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+TimeLimit = Annotated[
+    str | None,
+    typer.Option(help="Save and exit 75 after this long, like 3h50m.", rich_help_panel=_OUTPUT),
+]
 AllowRowErrors = Annotated[
     bool,
     typer.Option("--allow-row-errors", help="Exit 0 though rows failed.", rich_help_panel=_OUTPUT),
@@ -247,6 +275,7 @@ CHOICES = {
     "apply_chat_template": ("auto", "always", "never"),
     "on_too_long": ("error", "truncate", "skip"),
     "truncation_side": ("left", "right", "middle"),
+    "resume": ("auto", "numeric"),
     "dtype": ("auto", "float32", "bfloat16"),
     "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),

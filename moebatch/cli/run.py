@@ -1,24 +1,18 @@
 """`moebatch run`: options in, one job, its summary and exit code out."""
 
-import contextlib
 import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from moebatch.cli import options as opt
-from moebatch.errors import UsageError
-from moebatch.units import parse_bytes
+from moebatch.errors import Interrupted, UsageError
+from moebatch.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from moebatch.cli.asked import ResourceOptions
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    from moebatch.cli.keeping import KeepOptions
 
 
 def run(
@@ -43,6 +37,11 @@ def run(
     include: opt.Include = None,
     order: opt.Order = "input",
     overwrite: opt.Overwrite = False,
+    resume: opt.Resume = "auto",
+    no_resume: opt.NoResume = False,
+    keep_errors: opt.KeepErrors = False,
+    checkpoint_tokens: opt.CheckpointTokens = None,
+    time_limit: opt.TimeLimit = None,
     allow_row_errors: opt.AllowRowErrors = False,
     error_file: opt.ErrorFile = None,
     max_errors: opt.MaxErrors = None,
@@ -100,6 +99,7 @@ def run(
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
+    limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
     flags = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "top_p": top_p, "top_k": top_k,
@@ -138,47 +138,69 @@ def run(
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
                             weights_resident=weights_resident),
+        keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
+                          keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
     )  # fmt: skip
-    raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet))
+    raise typer.Exit(_execute(
+        task, view, report=report, json_report=json_report, quiet=quiet,
+        time_limit_s=limit_s,
+    ))  # fmt: skip
 
 
-def _execute(task: Any, view: Any, *, report: str | None, json_report: bool, quiet: bool) -> int:
+def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | None,
+             json_report: bool, quiet: bool) -> int:  # fmt: skip
     from moebatch.cli.job import write_report
+    from moebatch.cli.stop import Stop
 
-    try:
-        with _sigterm_raises(), view:
-            result = task.execute(view)
-    except (KeyboardInterrupt, _Terminated) as stop:
-        kept = (
-            "" if task.output.path == "-" else f"; finished rows are in {task.output.path}.partial"
-        )
-        typer.echo(f"stopped{kept}", err=True)
-        return 130 if isinstance(stop, KeyboardInterrupt) else 143
-    write_report(result, path=report, output=task.output.path)
+    output = task.output.path
+    with Stop(time_limit_s=time_limit_s) as stop:
+        try:
+            with view:
+                result = task.execute(view, stop)
+        except (KeyboardInterrupt, Interrupted) as error:
+            at_once = ", without a last checkpoint" if isinstance(error, KeyboardInterrupt) else ""
+            typer.echo(f"stopped{at_once}{_way_on(output)}", err=True)
+            return stop.exit_code
+    write_report(result, path=report, output=output)
     if json_report:
         typer.echo(result.to_json())
     if not quiet:
-        for line in result.summary(str(task.output.path)):
+        for line in result.summary(str(output)):
             typer.echo(line, err=True)
+    if stop.requested() and result.status != "completed":
+        typer.echo(f"stopped ({result.status}){_way_on(output)}", err=True)
     exit_code: int = result.exit_code
     return exit_code
 
 
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the stack like Ctrl-C does, so that files are closed in order."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _way_on(output: Path | Literal["-"]) -> str:
+    if output == "-":
+        return ""
+    return f"; finished rows are in {output}.partial, the same command goes on from here"
 
 
 _THREADS_PER_CORE = 8  # more never helps, and thousands end the process
+
+
+def keep_options(resume: str, *, no_resume: bool, overwrite: bool, keep_errors: bool,
+                 checkpoint_tokens: int | None) -> "KeepOptions":  # fmt: skip
+    """How the work of an earlier run is treated, checked.
+
+    Raises: UsageError.
+    """
+    from moebatch.cli.keeping import KeepOptions
+
+    if no_resume and resume != "auto":
+        raise UsageError("--resume and --no-resume contradict each other")
+    if checkpoint_tokens is not None and checkpoint_tokens < 1:
+        raise UsageError("--checkpoint-tokens must be at least 1")
+    return KeepOptions(
+        overwrite=overwrite,
+        resume=not no_resume,
+        numeric=resume == "numeric",
+        keep_errors=keep_errors,
+        checkpoint_steps=checkpoint_tokens,
+    )
 
 
 def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | None:
@@ -210,8 +232,11 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
                         ("--micro-batch-size", micro_batch_size)):  # fmt: skip
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1")
+    memory_bytes = None if memory == "auto" else parse_bytes(memory)
+    if memory_bytes == 0:
+        raise UsageError("--memory must be more than nothing", hint="write it like 6GiB, or auto")
     return ResourceOptions(
-        memory_bytes=None if memory == "auto" else parse_bytes(memory),
+        memory_bytes=memory_bytes,
         cpu_threads=cpu_threads,
         dtype=dtype,
         overrides=Overrides(

@@ -5,8 +5,9 @@ The counters survive the end of the process at no cost, so the next run can tell
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moebatch.data.durable import remove, write_error
@@ -31,6 +32,7 @@ class Kept:
     tokens: int = 0
     tokens_in_flight: int = 0
     tokens_lost: int = 0
+    rows_by_session: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -67,6 +69,19 @@ class Record:
         self._meter.start(safe)
 
     @property
+    def has_work(self) -> bool:
+        """Whether earlier sessions have left anything."""
+        return bool(self._journal.num_rows or self._earlier)
+
+    def found(self) -> str:
+        """What earlier sessions have left, in words."""
+        damaged = f"; {self.num_damaged} damaged lines are left out" if self.num_damaged else ""
+        return (
+            f"resuming: {self._journal.num_rows:,} finished rows and the tokens of "
+            f"{len(self._earlier):,} unfinished ones are kept{damaged}"
+        )
+
+    @property
     def num_damaged(self) -> int:
         """Lines of the journal that were unreadable, the torn last one not counted."""
         return self._journal.num_damaged
@@ -80,6 +95,7 @@ class Record:
             self._keys[request.index] = key
             return None
         self.kept.rows += 1
+        self.kept.rows_by_session[entry.session] += 1
         self.kept.tokens += entry.num_tokens
         return entry.outcome(request)
 

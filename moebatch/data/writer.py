@@ -185,6 +185,7 @@ class OutputWriter:
         self._waiting: dict[int, tuple[RawRow | None, Outcome]] = {}
         self._previous: Schema = "flat"
         self._flushed_at_s = time.monotonic()
+        self._closed = False
         self._file = _open(path)
         self._error_path = error_path
         self._error_file = None if error_path is None else _open(error_path)
@@ -226,13 +227,18 @@ class OutputWriter:
                 durable.publish(partial_path(self._error_path), self._error_path)
             if self._path != "-":
                 self._publish(self._path)
+        self._closed = True
 
     def abort(self) -> None:
         """Stop writing and keep the partial file, as far as rows have come in order."""
-        for file in filter(None, (self._file, self._error_file)):
+        for file in self._files:
             with contextlib.suppress(OSError):
                 file.flush()
             file.close()
+
+    @property
+    def _files(self) -> "list[durable.AppendFile | _Stdout]":
+        return [self._file] if self._error_file is None else [self._file, self._error_file]
 
     def __enter__(self) -> Self:
         return self
@@ -243,10 +249,10 @@ class OutputWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.abort()
+        elif not self._closed:
+            self.close()
 
     def _write(self, row: RawRow | None, outcome: Outcome) -> None:
         schema = self._format.schema_for(row, previous=self._previous)
@@ -262,7 +268,7 @@ class OutputWriter:
     def _flush_sometimes(self) -> None:
         now = time.monotonic()
         if self.num_rows % _FLUSH_ROWS == 0 or now - self._flushed_at_s >= _FLUSH_S:
-            for file in filter(None, (self._file, self._error_file)):
+            for file in self._files:
                 file.flush()
             self._flushed_at_s = now
 
@@ -315,7 +321,8 @@ class _Stdout:
     def flush(self) -> None:
         sys.stdout.buffer.flush()
 
-    sync = flush
+    def sync(self) -> None:
+        self.flush()
 
     def close(self) -> None:
         """It is not ours to close."""
