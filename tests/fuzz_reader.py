@@ -88,7 +88,7 @@ SEEDS = [
     b'{"id":"a","prompt":"hello","max_tokens":5}',
     b'{"custom_id":"r","method":"POST","url":"/v1/chat/completions","body":{"messages":'
     b'[{"role":"user","content":[{"type":"text","text":"hi"}]}],"logprobs":true,"top_logprobs":2}}',
-    b'{"custom_id":"r","url":"/v1/completions","body":{"prompt":[1,2,3],"stop":["\\n"],"n":2}}',
+    b'{"custom_id":"s","url":"/v1/completions","body":{"prompt":[1,2,3],"stop":["\\n"],"n":2}}',
     b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":"\xc3\xa9\\ud83d"}]}',
     b'{"prompt_token_ids":[5,6],"sampling_params":{"logit_bias":{"5":1.5},"seed":-3}}',
     b'{"text":"x","temperature":"0.5","stop":"x","ignore_eos":null}',
