@@ -405,7 +405,7 @@ def test_parquet_rows_are_read_again_as_input(tmp_path):
     with OutputWriter(tmp_path / "o.parquet", format=FORMAT) as writer:
         writer.put(row, done(row, "x"))
     (again,) = read_rows([str(tmp_path / "o.parquet")])
-    assert json.loads(again.columns["messages"]) == row.columns["messages"]
+    assert again.columns["messages"] == row.columns["messages"]
 
 
 @pytest.mark.parametrize("where", ["write", "sync", "fsync", "replace"])

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import run
+from moebatch.cli import convert, run, validate
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -28,6 +28,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=EXIT_CODES)(run.run)
+app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(
+    validate.validate
+)
+app.command("convert")(convert.convert)
 
 
 def _print_version(wanted: bool) -> None:

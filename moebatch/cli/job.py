@@ -9,23 +9,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moebatch.cli import prompts
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.progress import State, View
 from moebatch.cli.stop import Stop
-from moebatch.data.chat import load_chat_template
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
-from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter, check_beside, check_output
-from moebatch.errors import Interrupted, ModelError, UsageError
-from moebatch.model.checkpoint import Checkpoint, read_json
+from moebatch.errors import Interrupted, UsageError
+from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.plan.memory import LOADERS, MemoryPlan
 from moebatch.plan.optimizer import Overrides, choose
@@ -99,36 +98,15 @@ class Job:
 
     def _builder(self, tokenizer: Tokenizer) -> tuple[RequestBuilder, dict[str, Any]]:
         """What makes requests of rows, and the fingerprint of all that goes into them."""
-        prompts, model = self.prompts, self.model
-        template = load_chat_template(model.path, override=prompts.chat_template)
-        defaults = sampling_defaults(self._generation_config(), prompts.sampling)
-        shaping = {"system": prompts.system, "apply_chat_template": prompts.apply_chat_template}
+        asked, model = self.prompts, self.model
+        template = prompts.chat_template(model, asked)
+        defaults = prompts.row_defaults(model, asked)
+        shaping = {"system": asked.system, "apply_chat_template": asked.apply_chat_template}
         identity = fingerprint(model, tokenizer=tokenizer, template=template, defaults=defaults,
                                schema=self.output.schema, prompts=shaping)  # fmt: skip
-        builder = RequestBuilder(
-            tokenizer,
-            chat_template=template,
-            defaults=defaults,
-            vocab_size=model.spec.vocab_size,
-            max_model_len=self.max_model_len,
-            on_too_long=prompts.on_too_long,
-            truncation_side=prompts.truncation_side,
-            apply_chat_template=prompts.apply_chat_template,
-            system=prompts.system,
-            strict=prompts.strict,
-            columns=self.rows.columns,
-            model_name=model.name,
-        )
+        builder = prompts.request_builder(model, asked, tokenizer=tokenizer, template=template,
+                                          defaults=defaults, columns=self.rows.columns)  # fmt: skip
         return builder, identity
-
-    def _generation_config(self) -> Mapping[str, Any] | None:
-        choice = self.prompts.generation_config
-        if choice == "auto":
-            return self.model.generation_config
-        try:
-            return None if choice == "none" else read_json(Path(choice))
-        except ModelError as error:  # a file that the user named
-            raise UsageError(f"--generation-config: {error}") from None
 
     @property
     def max_model_len(self) -> int:
@@ -136,10 +114,7 @@ class Job:
 
         Raises: UsageError for more than the model has.
         """
-        wanted, most = self.prompts.max_model_len, self.model.spec.max_model_len
-        if wanted is not None and not 1 <= wanted <= most:
-            raise UsageError(f"--max-model-len {wanted} is not between 1 and the model's {most}")
-        return wanted or most
+        return prompts.max_model_len(self.model, self.prompts)
 
     def _format(self, tokenizer: Tokenizer, manifest: Manifest) -> RowFormat:
         return RowFormat(

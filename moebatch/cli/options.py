@@ -1,9 +1,11 @@
 """The options, one alias each, grouped in panels. Names follow vLLM, OpenAI and Hugging Face."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from moebatch.errors import UsageError
 
 _INPUT, _OUTPUT = "Input", "Output"
 _GENERATION, _RESOURCES, _REPORTING = "Generation (a row wins)", "Resources", "Reporting"
@@ -257,3 +259,42 @@ JsonReport = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only errors.", rich_help_panel=_REPORTING)
 ]
+ConvertSchema = Annotated[
+    str, typer.Option("--schema", "--to", help="auto (as it is), openai or flat.")
+]
+BodyModel = Annotated[
+    str | None, typer.Option("--model-name", help="The model that OpenAI lines shall name.")
+]
+JsonFacts = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+CHOICES = {
+    "output_format": ("auto", "jsonl", "parquet"),
+    "output_schema": ("auto", "openai", "flat"),
+    "schema": ("auto", "openai", "flat"),
+    "order": ("input", "completion"),
+    "apply_chat_template": ("auto", "always", "never"),
+    "on_too_long": ("error", "truncate", "skip"),
+    "truncation_side": ("left", "right", "middle"),
+    "resume": ("auto", "numeric"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "on_duplicate": ("refuse", "row-error"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+
+
+def check_choices(**values: str) -> None:
+    """Refuse a word that an option does not know.
+
+    Raises: UsageError naming the option and what it takes.
+    """
+    for name, value in values.items():
+        if value not in CHOICES[name]:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} {value} does not exist", hint="one of: " + ", ".join(CHOICES[name])
+            )
+
+
+def destination(output: str) -> "Path | Literal['-']":
+    """The output as users write it; - is standard output."""
+    return "-" if output == "-" else Path(output)

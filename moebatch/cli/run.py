@@ -1,5 +1,6 @@
 """`moebatch run`: options in, one job, its summary and exit code out."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -92,7 +93,7 @@ def run(
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
 
-    check_choices(
+    opt.check_choices(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
@@ -178,31 +179,7 @@ def _way_on(output: Path | Literal["-"]) -> str:
     return f"; finished rows are in {output}.partial, the same command goes on from here"
 
 
-CHOICES = {
-    "output_format": ("auto", "jsonl", "parquet"),
-    "output_schema": ("auto", "openai", "flat"),
-    "order": ("input", "completion"),
-    "apply_chat_template": ("auto", "always", "never"),
-    "on_too_long": ("error", "truncate", "skip"),
-    "truncation_side": ("left", "right", "middle"),
-    "resume": ("auto", "numeric"),
-    "dtype": ("auto", "float32", "bfloat16"),
-    "on_duplicate": ("refuse", "row-error"),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-}
-
-
-def check_choices(**values: str) -> None:
-    """Refuse a word that an option does not know.
-
-    Raises: UsageError naming the option and what it takes.
-    """
-    for name, value in values.items():
-        if value not in CHOICES[name]:
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} {value} does not exist", hint="one of: " + ", ".join(CHOICES[name])
-            )
+_THREADS_PER_CORE = 8  # more never helps, and thousands end the process
 
 
 def keep_options(resume: str, *, no_resume: bool, overwrite: bool, keep_errors: bool,
@@ -248,6 +225,9 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
     from moebatch.cli.asked import ResourceOptions
     from moebatch.plan.optimizer import Overrides
 
+    cores = os.cpu_count() or 1
+    if cpu_threads is not None and cpu_threads > _THREADS_PER_CORE * cores:
+        raise UsageError(f"--cpu-threads {cpu_threads} is too many: the machine has {cores} cores")
     for name, value in (("--cpu-threads", cpu_threads), ("--batch-size", batch_size),
                         ("--micro-batch-size", micro_batch_size)):  # fmt: skip
         if value is not None and value < 1:

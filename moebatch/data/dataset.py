@@ -14,16 +14,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, Self
 
 from moebatch.data.columns import ColumnNames
 from moebatch.data.compressed import open_raw
-from moebatch.data.reader import RowRange, read_places, read_sources
+from moebatch.data.reader import RowRange, read_places
 from moebatch.data.requests import RawRow, RowError
 from moebatch.data.sources import InputFormat, Source, find_sources
 from moebatch.errors import InputError, OutputWriteError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OnDuplicate = Literal["refuse", "row-error"]
 _SHOWN_IDS = 5  # ids that a refusal names, and lines of each
@@ -99,7 +100,14 @@ class Dataset:
 
         Raises: InputNotFound, InputError.
         """
-        return read_sources(
+        return (row for row, _ in self.places(survey))
+
+    def places(self, survey: Survey | None = None) -> Iterator[tuple[RawRow | RowError, str]]:
+        """The rows, each with its place for people: "in.jsonl:7".
+
+        Raises: InputNotFound, InputError.
+        """
+        return read_places(
             self._sources,
             columns=self._columns,
             chosen=self._chosen,
@@ -115,7 +123,7 @@ class Dataset:
         stand twice and are not wanted as row errors.
         """
         hashes, unreadable = array("Q"), 0
-        for item in self._everything():
+        for item, _ in self._everything():
             bad = isinstance(item, RowError)
             unreadable += bad
             hashes.append(_hash(_MARK + str(item.index).encode() if bad else _encoded(item.id)))
@@ -129,8 +137,9 @@ class Dataset:
             repeated=repeated,
         )
 
-    def _everything(self) -> Iterator[RawRow | RowError]:
-        return read_sources(
+    def _everything(self) -> Iterator[tuple[RawRow | RowError, str]]:
+        """The rows of all shards, with their places."""
+        return read_places(
             self._sources,
             columns=self._columns,
             chosen=replace(self._chosen, shard=(0, 1)),
@@ -138,19 +147,13 @@ class Dataset:
             split=self._split,
         )
 
-    def _repeated(self, suspects: np.ndarray, *, refuse: bool) -> bytes:
+    def _repeated(self, suspects: "np.ndarray", *, refuse: bool) -> bytes:
         """One mark a row, from those rows whose hashes are equal; two ids may share a hash."""
         marks = bytearray(len(suspects))
         if not suspects.any():
             return bytes(marks)
         seen: dict[str, list[str]] = {}
-        for item, place in read_places(
-            self._sources,
-            columns=self._columns,
-            chosen=replace(self._chosen, shard=(0, 1)),
-            subset=self._subset,
-            split=self._split,
-        ):
+        for item, place in self._everything():
             if not suspects[item.index] or isinstance(item, RowError):
                 continue
             places = seen.setdefault(item.id, [])
@@ -192,8 +195,10 @@ def _encoded(id_: str) -> bytes:
     return b"i" + id_.encode("utf-8", "surrogatepass")
 
 
-def _suspects(hashes: "array[int]") -> np.ndarray:
+def _suspects(hashes: "array[int]") -> "np.ndarray":
     """For each row, whether another row has the same hash."""
+    import numpy as np
+
     values = np.frombuffer(hashes, dtype=np.uint64)
     ordered = np.sort(values)
     return np.isin(values, ordered[1:][ordered[1:] == ordered[:-1]])

@@ -3,15 +3,17 @@
 import csv
 import io
 import itertools
+import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
 from moebatch.data.compressed import open_bytes
 from moebatch.data.json_lines import BadRow, Row, iter_json_lines
+from moebatch.data.parquet_out import JSON_COLUMNS
 from moebatch.data.sources import Source, SourceKind
 from moebatch.errors import InputError, InputNotFound
 
@@ -140,10 +142,26 @@ def _parquet(name: str) -> Rows:
 
     number = 0
     with pq.ParquetFile(name) as file:
+        as_json = _json_columns(file.schema_arrow.metadata)
         for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
+                for column in as_json:
+                    row[column] = _from_json(row.get(column))
                 yield number, row
+
+
+def _json_columns(metadata: Mapping[bytes, bytes] | None) -> list[str]:
+    """The columns that hold JSON texts, if the file is one of ours."""
+    names = _from_json((metadata or {}).get(JSON_COLUMNS.encode(), b"[]").decode())
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _from_json(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
 
 
 def _saved(name: str, part: HubPart) -> Iterable[dict[str, Any]]:

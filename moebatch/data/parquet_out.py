@@ -16,6 +16,9 @@ ColumnType = Literal[
     "null", "bool", "int", "wide", "float", "string", "empty", "ints", "wides", "floats", "json"
 ]
 
+# Metadata that lists the columns of JSON texts, so that reading brings back what was written.
+JSON_COLUMNS = "moebatch.json_columns"
+
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 64 * 2**20  # of JSON: long rows fill a row group sooner
 _INT64 = 2**63
@@ -31,8 +34,10 @@ def write_parquet(lines: Path, path: Path, *, metadata: Mapping[str, str]) -> No
     import pyarrow.parquet as pq
 
     types = column_types(lines)
+    as_json = [name for name, kind in types.items() if kind == "json"]
+    described = dict(metadata) | ({JSON_COLUMNS: json.dumps(as_json)} if as_json else {})
     fields = [pa.field(name, _arrow_type(pa, kind)) for name, kind in types.items()]
-    with pq.ParquetWriter(path, pa.schema(fields, metadata=dict(metadata))) as writer:
+    with pq.ParquetWriter(path, pa.schema(fields, metadata=described)) as writer:
         for rows in _groups(lines):
             arrays = [_array(pa, rows, name=name, kind=kind) for name, kind in types.items()]
             writer.write_table(pa.table(arrays, schema=writer.schema))

@@ -19,6 +19,7 @@ from moebatch.data.problem import RowProblem
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
 from moebatch.data.rows import ParsedRow, RowParser
 from moebatch.data.tokenizer import Tokenizer
+from moebatch.errors import UsageError
 
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
@@ -48,6 +49,7 @@ class RequestBuilder:
         columns: ColumnNames | None = None,
         model_name: str | None = None,
     ) -> None:
+        """Raises: UsageError for defaults that fit no row of this model."""
         self._tokenizer = tokenizer
         self._template = chat_template
         self._defaults = defaults
@@ -55,6 +57,7 @@ class RequestBuilder:
         self._apply: ApplyChatTemplate = apply_chat_template
         self._system = system
         self._parser = RowParser(columns, strict=strict, model_name=model_name)
+        _check_flags(defaults, vocab_size=vocab_size)
         self._policy = LengthPolicy(
             max_model_len=max_model_len,
             on_too_long=on_too_long,
@@ -160,6 +163,12 @@ class RequestBuilder:
                 f"{param} holds token id {outside}, the vocabulary has {self._vocab_size}",
                 param=param,
             )
+
+
+def _check_flags(defaults: SamplingParams, *, vocab_size: int) -> None:
+    for token_id in defaults.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise UsageError(f"--stop-token-id {token_id}: the vocabulary has {vocab_size} tokens")
 
 
 def _check_utf8(text: str, *, param: str) -> None:

@@ -58,32 +58,14 @@ def read_rows(
     position in the whole data set, which does not depend on limit, offset or shard.
     Raises: InputNotFound, InputError (unreadable, no rows, a named column is missing), UsageError.
     """
-    return read_sources(
+    placed = read_places(
         find_sources(sources, input_format=input_format),
         columns=columns or ColumnNames(),
         chosen=RowRange(limit=limit, offset=offset, shard=shard),
         subset=subset,
         split=split,
     )
-
-
-def read_sources(
-    sources: Sequence[Source],
-    *,
-    columns: ColumnNames,
-    chosen: RowRange,
-    subset: str | None = None,
-    split: str | None = None,
-    repeated: bytes = b"",
-) -> Iterator[RawRow | RowError]:
-    """`read_rows` for sources that were found before.
-
-    `repeated` marks, by place in the range of rows, those whose id an earlier row has.
-    """
-    for row, _ in read_places(
-        sources, columns=columns, chosen=chosen, subset=subset, split=split, repeated=repeated
-    ):
-        yield row
+    return (row for row, _ in placed)
 
 
 def read_places(
@@ -95,7 +77,10 @@ def read_places(
     split: str | None = None,
     repeated: bytes = b"",
 ) -> Iterator[tuple[RawRow | RowError, str]]:
-    """The rows, each with its place for people: "in.jsonl:7"."""
+    """`read_rows` for sources that were found before; each row with its place: "in.jsonl:7".
+
+    `repeated` marks, by place in the range of rows, those whose id an earlier row has.
+    """
     part = HubPart(subset=subset, split=split)
     items = (
         (source.name, line, row)
