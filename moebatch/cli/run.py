@@ -97,7 +97,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=kv_cache_dtype, resume=resume,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)

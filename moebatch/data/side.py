@@ -90,6 +90,8 @@ class SideDirectory:
         elif there is not None and self._has_work():
             self._check(there, fresh, resume=resume)
             return there
+        elif there is not None and not there.differences(fresh.fingerprint):
+            return there
         self._clear()
         return fresh
 
