@@ -91,8 +91,10 @@ class Record:
 
     def find(self, request: Request) -> Outcome | None:
         """What an earlier session made of this request; None where it has to be computed."""
+        start = time.perf_counter()
         key = request_key(request)
         entry = self._journal.find(key)
+        self.cost.journal_s += time.perf_counter() - start
         if entry is None or (entry.failed and not self._keep_errors):
             self.kept.rows_retried += entry is not None
             self._keys[request.index] = key
@@ -116,10 +118,12 @@ class Record:
 
         Raises: OutputWriteError.
         """
+        start = time.perf_counter()
         index = outcome.index if isinstance(outcome, RowError) else outcome.request.index
         key = self._keys.pop(index)
         self._earlier.pop(key, None)
         self._journal.put(key, outcome)
+        self.cost.journal_s += time.perf_counter() - start
 
     def step(self, generated_tokens: int, under_way: UnderWay) -> None:
         """To be called after each pass, with the tokens generated in this session so far.
