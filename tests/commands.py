@@ -35,9 +35,10 @@ def moebatch(*args: object, stdin: bytes = b"") -> Result:
         "stdin": io.TextIOWrapper(io.BytesIO(stdin)),
         "stdout": io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True),
         "stderr": io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True),
+        "argv": ["moebatch", *map(str, args)],
     }
     with mock.patch.multiple(sys, **streams), mock.patch.dict("os.environ", HF_HUB_OFFLINE="1"):
-        code = _guarded([str(arg) for arg in args])
+        code = _guarded(sys.argv[1:])
         streams["stdout"].flush()
         out, err = (streams[name].buffer.getvalue().decode() for name in ("stdout", "stderr"))
     return Result(code=code, out=out, err=err)
