@@ -539,3 +539,23 @@ def test_unknown_extras_are_a_usage_error(tmp_path):
             tmp_path / "o", format=RowFormat(model_name="m", run_id="r", include=("timing",))
         )
     assert os.listdir(tmp_path) == []
+
+
+def test_rows_ahead_of_their_turn_wait_on_the_disk(tmp_path, monkeypatch):
+    """The same bytes as in memory; the temporary file has no name and shrinks when it is drained."""
+    monkeypatch.setattr("moebatch.data.waiting._MOST_BYTES", 300)
+    rows = [flat_row(i, prompt="é" * (i * 7 % 90)) for i in range(60)]
+    outcomes = [done(row, "x" * row.index) for row in rows]
+    outcomes[30] = RowError(index=30, id="30", code="invalid_json", message="m")
+    plain = tmp_path / "plain.jsonl"
+    with OutputWriter(plain, format=FORMAT) as writer:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            writer.put(None if row.index == 30 else row, outcome)
+    path = tmp_path / "o.jsonl"
+    with OutputWriter(path, format=FORMAT) as writer:
+        for k in [*range(20, 0, -1), 0, *range(59, 20, -1)]:
+            writer.put(None if k == 30 else rows[k], outcomes[k])
+            assert writer._waiting._num_bytes <= 300
+        assert writer._waiting._end == 0
+    assert path.read_bytes() == plain.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl", "plain.jsonl"]

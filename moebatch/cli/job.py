@@ -85,7 +85,7 @@ class Job:
             work.note_rows(made)
             flow = Rows(OutputWriter(out.path, format=self._format(tokenizer, work.manifest),
                                      output_format=out.output_format, order=out.order,
-                                     error_path=out.error_file),
+                                     error_path=out.error_file, metadata=work.metadata()),
                         builder, limit, stop, work.record)  # fmt: skip
             with suppress(Interrupted), flow.writer:
                 head, requests = peek(flow.requests(rows), _PEEKED_ROWS)

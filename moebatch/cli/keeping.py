@@ -1,5 +1,6 @@
 """Opens what a run keeps beside its output, and decides whether this run goes on with it."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -68,6 +69,11 @@ class Work:
         if self.record is None or not self.record.has_work:
             return []
         return [self.record.found()]
+
+    def metadata(self) -> dict[str, str]:
+        """What a table says about its run."""
+        facts = {"run_id": self.manifest.run_id, "fingerprint": self.manifest.fingerprint}
+        return {"moebatch.manifest": json.dumps(facts)}
 
     def use_numeric(self, numeric: Mapping[str, str]) -> None:
         """Say how this run computes; known only once the engine is needed.

@@ -61,9 +61,7 @@ class Record:
         self._keys: dict[int, bytes] = {}
         self._pace = Pace(checkpoint_steps)
         self.kept, self.cost = Kept(), Cost()
-        safe = self._journal.num_tokens + sum(
-            len(generated.token_ids) for row in self._earlier.values() for generated in row
-        )
+        safe = self._journal.num_tokens + self.tokens_in_flight
         self._meter = _Meter(side.path / "progress")
         self.kept.tokens_lost = max(0, self._meter.read() - safe)
         self._meter.start(safe)
@@ -72,6 +70,11 @@ class Record:
     def has_work(self) -> bool:
         """Whether earlier sessions have left anything."""
         return bool(self._journal.num_rows or self._earlier)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens of unfinished rows that an earlier session has left and this one not yet used."""
+        return sum(len(one.token_ids) for row in self._earlier.values() for one in row)
 
     def found(self) -> str:
         """What earlier sessions have left, in words."""

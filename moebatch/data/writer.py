@@ -1,7 +1,7 @@
 """Write output rows in input order, into OUT.partial, which becomes OUT in one step at the end.
 
-Rows may finish in any order: what is ahead of its turn waits in memory. A table (Parquet) is made
-from the lines at the end, since only then the types of its columns are known.
+Rows may finish in any order: what is ahead of its turn waits, in bounded memory. A table (Parquet)
+is made from the lines at the end, since only then the types of its columns are known.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import EXTRAS, RowFormat, index_of, output_row
 from moebatch.data.requests import Outcome, RawRow, RowError, Schema
 from moebatch.data.side import side_path
+from moebatch.data.waiting import Line, Waiting
 from moebatch.errors import OutputClosed, OutputError, UsageError
 
 OutputFormat = Literal["auto", "jsonl", "parquet"]
@@ -154,7 +155,8 @@ class OutputWriter:
 
     Indices start at `first_index` and leave no gap. Use it as a context manager: leaving it by an
     exception keeps the partial file and makes no output. Failed rows go to `error_path` alone,
-    where it is given; lines of JSON, whatever the output's format. `diverted` lists their indices.
+    where it is given; lines of JSON, whatever the output's format. `diverted` lists the
+    places of these rows, counted from 0.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class OutputWriter:
         self._order = order
         self._next_index = first_index
         self._metadata = dict(metadata or {})
-        self._waiting: dict[int, tuple[RawRow | None, Outcome]] = {}
+        self._waiting = Waiting(None if path == "-" else path.resolve().parent)
         self._previous: Schema = "flat"
         self._flushed_at_s = time.monotonic()
         self._closed = False
@@ -204,15 +206,19 @@ class OutputWriter:
         """
         if row is None and isinstance(outcome, RowError):
             row = outcome.raw
+        # The shape of a line that was no row depends on the row before it: it waits as it is.
+        unknown = row is None and self._format.schema == "auto"
+        item = outcome if unknown else self._line(row, outcome)
         if self._order == "completion":
-            self._write(row, outcome)
+            self._write(item)
             return
         index = index_of(outcome)
         assert index >= self._next_index and index not in self._waiting, f"row {index} came twice"
-        self._waiting[index] = (row, outcome)
-        while self._next_index in self._waiting:
-            self._write(*self._waiting.pop(self._next_index))
-            self._next_index += 1
+        with self._explained():
+            self._waiting.put(index, item)
+            while self._next_index in self._waiting:
+                self._write(self._waiting.pop(self._next_index))
+                self._next_index += 1
 
     def close(self) -> None:
         """Finish the output: everything on the disk, under its own name.
@@ -220,6 +226,7 @@ class OutputWriter:
         Raises: OutputWriteError, OutputClosed.
         """
         assert not self._waiting, f"row {self._next_index} never came, {self.num_waiting} wait"
+        self._waiting.close()
         with self._explained():
             self._file.sync()
             self._file.close()
@@ -233,6 +240,7 @@ class OutputWriter:
 
     def abort(self) -> None:
         """Stop writing and keep the partial file, as far as rows have come in order."""
+        self._waiting.close()
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.flush()
@@ -256,17 +264,21 @@ class OutputWriter:
         elif not self._closed:
             self.close()
 
-    def _write(self, row: RawRow | None, outcome: Outcome) -> None:
+    def _line(self, row: RawRow | None, outcome: Outcome) -> Line:
         schema = self._format.schema_for(row, previous=self._previous)
-        self._previous = schema
-        line = to_json(output_row(row, outcome, schema=schema, format=self._format))
+        text = to_json(output_row(row, outcome, schema=schema, format=self._format))
+        failed = isinstance(outcome, RowError)
+        return Line(content=text.encode() + b"\n", schema=schema, failed=failed)
+
+    def _write(self, item: Line | Outcome) -> None:
+        line = item if isinstance(item, Line) else self._line(None, item)
+        self._previous = line.schema
         with self._explained():
-            failed = isinstance(outcome, RowError)
-            diverted = failed and self._error_file is not None
-            file = self._error_file if diverted and self._error_file is not None else self._file
-            if diverted:
-                self.diverted.append(index_of(outcome))
-            file.write(line.encode() + b"\n")
+            file = self._file
+            if line.failed and self._error_file is not None:
+                file = self._error_file
+                self.diverted.append(self.num_rows)
+            file.write(line.content)
             self.num_rows += 1
             self._flush_sometimes()
 

@@ -15,7 +15,9 @@ def route(hidden: Tensor, weight: Tensor, *, top_k: int, norm_top_k: bool) -> tu
 
     Softmax over all experts, then the largest K, scaled to sum to one where `norm_top_k`.
     """
-    probabilities = torch.softmax(linear(hidden, weight), dim=-1)
+    # A single token twice: the library adds up a vector in another order than a matrix.
+    scores = linear(hidden.expand(2, -1) if hidden.shape[0] == 1 else hidden, weight)
+    probabilities = torch.softmax(scores[: hidden.shape[0]], dim=-1)
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
     if norm_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -265,11 +265,12 @@ class Engine:
             allowed = budget if sequence.remaining_prompt else 1
             if allowed == 0:
                 continue
-            segment = sequence.segment(allowed)
+            segments = sequence.segments(allowed)
             if sequence.remaining_prompt:
-                budget -= len(segment.token_ids)
-            self._kv.extend(sequence.blocks, segment.end)
-            groups.setdefault(sequence.micro_batch, []).append((sequence, segment))
+                budget -= segments[-1].end - sequence.computed
+            self._kv.extend(sequence.blocks, segments[-1].end)
+            group = groups.setdefault(sequence.micro_batch, [])
+            group += [(sequence, segment) for segment in segments]
         return [groups[j] for j in sorted(groups)]
 
     def _schedule(self, num_micro_batches: int) -> list[Task]:

@@ -81,13 +81,22 @@ class Sequence:
             forbidden_token_ids=self._checker.forbidden_token_ids,
         )
 
-    def segment(self, max_tokens: int) -> Segment:
-        """What this sequence computes next, at most `max_tokens` tokens."""
-        if self.computed >= len(self._prefill):
-            ids = self.generated[-1:]
-        else:
-            ids = self._prefill[self.computed : self.computed + max_tokens]
-        return Segment(token_ids=tuple(ids), start=self.computed, blocks=self.blocks)
+    def segments(self, max_tokens: int) -> list[Segment]:
+        """What this sequence computes next, at most `max_tokens` tokens, in order.
+
+        Tokens that `resume` brought come one by one, though in one pass: they go through the
+        arithmetic of decoding as they did when they were generated, so what follows is the same to
+        the last bit wherever the kernels do not depend on the batch.
+        """
+        start, end = self.computed, min(self.computed + max_tokens, len(self._prefill))
+        if start >= len(self._prefill):
+            return [self._segment(self.generated[-1:], start)]
+        split = min(end, max(start, len(self.prompt)))
+        prompt = [self._segment(self.prompt[start:split], start)] if split > start else []
+        return prompt + [self._segment(self._prefill[k : k + 1], k) for k in range(split, end)]
+
+    def _segment(self, ids: list[int], start: int) -> Segment:
+        return Segment(token_ids=tuple(ids), start=start, blocks=self.blocks)
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take a sampled token; `finish` is set when it was the last."""

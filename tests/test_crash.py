@@ -1,0 +1,207 @@
+"""Kill a run at random writes and passes, start it again, again: the output is as if nothing happened.
+
+Everything but the model is real: lock, manifest, journal, snapshots, output. The process's death is
+played: from the fatal call on no write has any effect, and what was only buffered is lost.
+"""
+
+import os
+import random
+from collections import Counter
+
+import pytest
+from crashes import (
+    FakeEngine,
+    Killed,
+    as_rows,
+    journaled,
+    mortal,
+    run_session,
+    uninterrupted,
+)
+
+from moebatch.cli.keeping import KeepOptions
+from moebatch.data.inflight import read_inflight
+from moebatch.data.side import side_path
+
+CASES = int(os.environ.get("MOEBATCH_CRASH_CASES", "200"))
+
+
+def random_columns(rng: random.Random, count: int, *, first: int = 0) -> list[dict]:
+    columns = []
+    for i in range(first, first + count):
+        kind = rng.random()
+        if kind < 0.05:
+            columns.append({})
+        elif kind < 0.1:
+            columns.append({"id": f"r{i}", "nothing": i})
+        else:
+            row = {"id": f"r{i}" + "bad" * (kind > 0.97), "prompt": "p" * rng.randrange(1, 5)}
+            row["max_tokens"] = rng.choice([1, 3, 9, 40])
+            if rng.random() < 0.3:
+                row["n"] = rng.randrange(2, 4)
+            if rng.random() < 0.3:
+                row["logprobs"] = 2
+            columns.append(row)
+    return columns
+
+
+def edited(rng: random.Random, columns: list[dict], *, version: int) -> list[dict]:
+    """The input as a user may have changed it between two starts."""
+    columns = [row for row in columns if rng.random() > 0.05]
+    columns += random_columns(rng, rng.randrange(3), first=1000 * version)
+    return [
+        {**row, "prompt": row["prompt"] + "!"} if "prompt" in row and rng.random() < 0.05 else row
+        for row in columns
+    ]
+
+
+class Life:
+    """One case: sessions that die until one does not, and what each of them did."""
+
+    def __init__(self, rng: random.Random, folder, monkeypatch) -> None:
+        self.rng, self.monkeypatch = rng, monkeypatch
+        self.out = folder / "out.jsonl"
+        self.steps = rng.choice([1, 2, 5])
+        self.options = KeepOptions(checkpoint_steps=self.steps)
+        self.batch = rng.randrange(1, 7)
+        self.computed = self.lost = self.sessions = 0
+
+    def session(self, columns: list[dict]) -> bool:
+        """Start once; whether it came to its end."""
+        safe = set(journaled(self.out)) if side_path(self.out).exists() else set()
+        lives = self.rng.choice([self.rng.randrange(1, 12), self.rng.randrange(1, 120), 10**9])
+        passes = self.rng.randrange(1, 40) if lives < 10**9 or self.sessions < 2 else 10**9
+        system = mortal(self.monkeypatch, self.rng, lives=lives)
+
+        def before_pass() -> None:
+            nonlocal passes
+            passes -= 1
+            if passes == 0:
+                system.die()
+
+        engine = FakeEngine(batch=self.batch, before_pass=before_pass)
+        kept = []
+        self.sessions += 1
+        try:
+            run_session(self.out, columns, engine, self.options,
+                        seen=lambda work: kept.append(work.record.kept))  # fmt: skip
+            ended = True
+        except Killed:
+            ended = False
+        self.monkeypatch.undo()
+        self.check(columns, engine, safe, kept)
+        return ended
+
+    def check(self, columns, engine, safe, kept) -> None:
+        """No finished row is asked for again; tokens are lost of a checkpoint interval at most."""
+        unchanged = Counter(engine.asked)
+        again = safe & set(unchanged) - self.changed
+        assert not again, f"{again} were finished and are computed again"
+        assert max(unchanged.values(), default=0) <= 1
+        good = {row_id for row_id in engine.done if not row_id.endswith("bad")}
+        assert good <= set(journaled(self.out)), "a row of an ended pass is not safe"
+        self.computed += engine.stats.generated_tokens
+
+    changed: frozenset[str] = frozenset()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_killed_anywhere_the_output_is_the_same(block, tmp_path, monkeypatch) -> None:
+    total = Counter()
+    for case in range(CASES * block // 4, CASES * (block + 1) // 4):
+        rng = random.Random(case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        columns = random_columns(rng, rng.randrange(1, 25))
+        life = Life(rng, folder, monkeypatch)
+        while not life.session(columns):
+            if life.sessions > 200:
+                raise AssertionError(f"case {case} does not end")
+        plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
+        assert life.out.read_bytes() == plain, f"case {case}"
+        assert not (side_path(life.out) / "inflight.bin").exists()
+        assert not list(folder.glob("*.partial")) and not list(folder.glob("*/*.new"))
+        total["sessions"] += life.sessions
+        total["tokens"] += life.computed
+    assert total["sessions"] > 1.5 * CASES / 4  # they did die
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_the_input_may_change_between_two_starts(block, tmp_path, monkeypatch) -> None:
+    for case in range(CASES * block // 4, CASES * (block + 1) // 4):
+        rng = random.Random(10_000 + case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        columns = random_columns(rng, rng.randrange(1, 20))
+        life = Life(rng, folder, monkeypatch)
+        while not life.session(columns):
+            before = {row["id"]: row for row in columns if row}
+            columns = edited(rng, columns, version=life.sessions)
+            after = {row["id"]: row for row in columns if row}
+            life.changed |= {i for i, row in after.items() if before.get(i) != row}
+        plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
+        assert life.out.read_bytes() == plain, f"case {case}"
+
+
+def test_tokens_lost_are_those_since_the_last_checkpoint(tmp_path, monkeypatch) -> None:
+    """Counted by the engine, told by the next run, bounded by the interval."""
+    for case in range(CASES // 3):
+        rng = random.Random(20_000 + case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        out, steps, batch = folder / "out.jsonl", rng.randrange(1, 6), rng.randrange(1, 9)
+        columns = [
+            {"id": f"r{i}", "prompt": "p", "max_tokens": 30, "n": 1 + i % 2} for i in range(12)
+        ]
+        options = KeepOptions(checkpoint_steps=steps)
+        generated = safe_before = 0
+        for _ in range(rng.randrange(1, 5)):
+            system = mortal(monkeypatch, rng, lives=10**9)
+            engine = FakeEngine(batch=batch)
+            left = rng.randrange(1, 40)
+
+            def before_pass(system=system) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    system.die()
+
+            engine._before_pass = before_pass
+            try:
+                run_session(out, columns, engine, options)
+            except Killed:
+                pass
+            finally:
+                monkeypatch.undo()
+            generated = safe_before + engine.stats.generated_tokens
+            rows = read_inflight(side_path(out) / "inflight.bin")
+            finished = journaled(out)
+            in_flight = sum(len(one.token_ids) for row in rows.values() for one in row)
+            told = []
+            run_session_start(out, options, told)
+            safe = sum(finished.values()) + told[0].in_flight_safe
+            assert in_flight >= told[0].in_flight_safe
+            assert told[0].tokens_lost == generated - safe
+            assert told[0].tokens_lost <= steps * batch
+            safe_before = safe
+
+
+def run_session_start(out, options, told) -> None:
+    """Start, look at what was kept, and die before anything is computed."""
+
+    class Seen:
+        def __init__(self, record) -> None:
+            self.tokens_lost = record.kept.tokens_lost
+            self.in_flight_safe = record.tokens_in_flight
+
+    def look(work) -> None:
+        told.append(Seen(work.record))
+        raise Killed
+
+    with pytest.raises(Killed):
+        run_session(out, [], FakeEngine(batch=1), options, seen=look)
+
+
+def test_rows_have_places() -> None:
+    rows = as_rows([{"id": "a", "prompt": "p"}, {}])
+    assert [row.index for row in rows] == [0, 1]
