@@ -55,8 +55,9 @@ def read_rows(path: Path) -> list[dict]:
     """The rows of a file of JSON lines. Only \\n ends a line: a text may hold U+2028."""
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b""
-    return [json.loads(line, parse_constant=_refuse) for line in lines]
+    return [json.loads(line, parse_constant=refuse_constant) for line in lines]
 
 
-def _refuse(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """For json.loads: NaN and its like are no JSON."""
     raise AssertionError(f"{name} is no JSON")
