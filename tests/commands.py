@@ -35,9 +35,10 @@ def moebatch(*args: object, stdin: bytes = b"") -> Result:
         "stdin": io.TextIOWrapper(io.BytesIO(stdin)),
         "stdout": io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True),
         "stderr": io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True),
+        "argv": ["moebatch", *map(str, args)],
     }
     with mock.patch.multiple(sys, **streams), mock.patch.dict("os.environ", HF_HUB_OFFLINE="1"):
-        code = _guarded([str(arg) for arg in args])
+        code = _guarded(sys.argv[1:])
         streams["stdout"].flush()
         out, err = (streams[name].buffer.getvalue().decode() for name in ("stdout", "stderr"))
     return Result(code=code, out=out, err=err)
@@ -54,8 +55,9 @@ def read_rows(path: Path) -> list[dict]:
     """The rows of a file of JSON lines. Only \\n ends a line: a text may hold U+2028."""
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b""
-    return [json.loads(line, parse_constant=_refuse) for line in lines]
+    return [json.loads(line, parse_constant=refuse_constant) for line in lines]
 
 
-def _refuse(name: str) -> None:
+def refuse_constant(name: str) -> None:
+    """For json.loads: NaN and its like are no JSON."""
     raise AssertionError(f"{name} is no JSON")

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import convert, run, validate
+from moebatch.cli import convert, merge, retry, run, status, validate
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -31,7 +31,11 @@ app.command("run", epilog=EXIT_CODES)(run.run)
 app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(
     validate.validate
 )
-app.command("convert")(convert.convert)
+app.command("status", epilog="Exit codes: 0 shown, 7 no such run.")(status.status)
+app.command("retry", epilog="Exit codes: as of run.")(retry.retry)
+app.command("merge", epilog="Exit codes: 0 joined, 6 shards are missing, unfinished or of other data,"
+            " 8 of other runs.")(merge.merge)  # fmt: skip
+app.command("convert", epilog="Exit codes: 0 converted, 6 a row cannot be.")(convert.convert)
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from moebatch.cli.limits import Tolerance
 from moebatch.data.columns import ColumnNames
-from moebatch.data.dataset import Dataset
+from moebatch.data.dataset import Dataset, Survey
 from moebatch.data.reader import RowRange
+from moebatch.data.rows_file import RowsFile, read_rows_file
+from moebatch.data.side import side_path
 from moebatch.errors import UsageError
 from moebatch.plan.optimizer import Overrides
 
@@ -58,6 +60,24 @@ class OutputOptions:
     error_file: Path | None = None
     report_file: Path | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
+
+    def rows_file(self, survey: Survey, shard: tuple[int, int]) -> RowsFile:
+        """What stands beside the output about its rows."""
+        return RowsFile(
+            shard=shard,
+            num_rows=survey.num_rows,
+            in_range=survey.in_range,
+            ids=survey.ids,
+            order=self.order,
+            error_file=None if self.error_file is None else str(self.error_file.resolve()),
+        )
+
+    def wrote_error_file(self) -> bool:
+        """Whether the error file is one that an earlier start of this run wrote."""
+        if self.error_file is None or self.path == "-":
+            return False
+        before = read_rows_file(side_path(self.path))
+        return before is not None and before.error_file == str(self.error_file.resolve())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
+from moebatch.data.rows_file import RowsFile
 from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter, check_beside, check_output
@@ -62,7 +63,8 @@ class Job:
         out = self.output
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
-                         output_format=out.output_format, error_path=out.error_file)  # fmt: skip
+                         output_format=out.output_format, error_path=out.error_file,
+                         error_is_ours=out.wrote_error_file())  # fmt: skip
             if out.report_file is not None:
                 check_beside(out.report_file, option="--report", output=out.path,
                              inputs=dataset.files)  # fmt: skip
@@ -70,17 +72,19 @@ class Job:
             survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
-                return job._execute(checkpoint, view, stop, dataset.rows(survey), survey.num_rows)
+                return job._execute(checkpoint, view, stop, dataset.rows(survey),
+                                    out.rows_file(survey, self.rows.shard))  # fmt: skip
 
     def _execute(self, checkpoint: Checkpoint, view: View, stop: Stop,
-                 rows: Iterable[RawRow | RowError], num_rows: int) -> Report:  # fmt: skip
+                 rows: Iterable[RawRow | RowError], made: RowsFile) -> Report:  # fmt: skip
         start, started_at = time.perf_counter(), datetime.now(UTC)
         out, done = self.output, _Done()
         tokenizer = load_tokenizer(self.model.path)
         builder, identity = self._builder(tokenizer)
-        limit = ErrorLimit(out.tolerance, num_rows=num_rows)
+        limit = ErrorLimit(out.tolerance, num_rows=made.num_rows)
         with open_work(out.path, identity, self.keep) as work:
             view.note_all(work.greeting())
+            work.note_rows(made)
             flow = Rows(OutputWriter(out.path, format=self._format(tokenizer, work.manifest),
                                      output_format=out.output_format, order=out.order,
                                      error_path=out.error_file, metadata=work.metadata()),
@@ -88,10 +92,11 @@ class Job:
             with suppress(Interrupted), flow.writer:
                 head, requests = peek(flow.requests(rows), _PEEKED_ROWS)
                 if head:
-                    self._run(flow, head, requests, done, num_rows=num_rows, work=work,
+                    self._run(flow, head, requests, done, num_rows=made.num_rows, work=work,
                               tokenizer=tokenizer, checkpoint=checkpoint, view=view)  # fmt: skip
                 with stop.immediate():
                     flow.writer.close()
+                work.note_rows(made.finished(flow.writer.diverted))
                 work.finish()
             report = self._report(flow, done.computed, work, started_at=started_at,
                                   total_s=time.perf_counter() - start)  # fmt: skip

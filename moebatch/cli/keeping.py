@@ -15,6 +15,7 @@ from moebatch.data.chat import ChatTemplate
 from moebatch.data.manifest import Manifest, Session, differences
 from moebatch.data.record import Record
 from moebatch.data.requests import SamplingParams
+from moebatch.data.rows_file import RowsFile
 from moebatch.data.side import SideDirectory
 from moebatch.data.tokenizer import Tokenizer
 from moebatch.errors import MoebatchError, OutputError
@@ -54,6 +55,14 @@ class Work:
         if self.record is not None:
             self.record.finish()
         self.finished = True
+
+    def note_rows(self, made: RowsFile) -> None:
+        """Write down which rows the output holds.
+
+        Raises: OutputWriteError.
+        """
+        if self.side is not None:
+            made.write(self.side.path)
 
     def greeting(self) -> list[str]:
         """What to tell the user about earlier work, before anything is computed."""

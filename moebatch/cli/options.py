@@ -265,6 +265,16 @@ ConvertSchema = Annotated[
 BodyModel = Annotated[
     str | None, typer.Option("--model-name", help="The model that OpenAI lines shall name.")
 ]
+RunOutput = Annotated[
+    str, typer.Argument(metavar="OUT", help="The output, as it was given to run -o.")
+]
+MoreOptions = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options of run.")
+]
+Shards = Annotated[
+    list[str],
+    typer.Argument(metavar="OUT_SHARD", help="Outputs of all shards, in any order; globs too."),
+]
 JsonFacts = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 CHOICES = {

@@ -35,12 +35,14 @@ _MARK = b"\0"  # no id's hash starts from it, so that unreadable lines equal not
 class Survey:
     """What the first reading found. `num_rows` counts the rows of the shard, `in_range` of all.
 
-    `repeated` marks with 1, for each row of the range, that its id stands on an earlier row.
+    `ids` is a digest of all ids of the range, in order. `repeated` marks with 1, for each row of the
+    range, that its id stands on an earlier row.
     """
 
     num_rows: int
     in_range: int
     num_unreadable: int
+    ids: str
     repeated: bytes
 
     @property
@@ -134,6 +136,7 @@ class Dataset:
             num_rows=len(range(part, len(hashes), parts)),
             in_range=len(hashes),
             num_unreadable=unreadable,
+            ids=hashlib.blake2b(memoryview(hashes), digest_size=16).hexdigest(),
             repeated=repeated,
         )
 

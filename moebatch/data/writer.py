@@ -38,10 +38,12 @@ def check_output(
     overwrite: bool = False,
     output_format: OutputFormat = "auto",
     error_path: Path | None = None,
+    error_is_ours: bool = False,
 ) -> None:
     """Find out early whether the output can be written; touches nothing.
 
     An output that has a folder beside it may be a run to go on with: that is for the folder to say.
+    `error_is_ours`: the error file is one that this run wrote before.
     Raises: UsageError for a place that cannot be used, OutputError when the output exists.
     """
     resolved = resolve_format(path, output_format=output_format)
@@ -52,11 +54,10 @@ def check_output(
         _check_place(path)
         _check_not_input(path, inputs=inputs)
         # What a run has begun may be gone on with: the folder beside the output knows.
-        overwrite = overwrite or side_path(path).is_dir()
-        _check_free(path, overwrite=overwrite, option="-o")
+        _check_free(path, overwrite=overwrite or side_path(path).is_dir(), option="-o")
     if error_path is not None:
         check_beside(error_path, option="--error-file", output=path, inputs=inputs)
-        _check_free(error_path, overwrite=overwrite, option="--error-file")
+        _check_free(error_path, overwrite=overwrite or error_is_ours, option="--error-file")
 
 
 def _check_free(path: Path, *, overwrite: bool, option: str) -> None:
@@ -154,7 +155,8 @@ class OutputWriter:
 
     Indices start at `first_index` and leave no gap. Use it as a context manager: leaving it by an
     exception keeps the partial file and makes no output. Failed rows go to `error_path` alone,
-    where it is given; lines of JSON, whatever the output's format.
+    where it is given; lines of JSON, whatever the output's format. `diverted` lists the
+    places of these rows, counted from 0.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class OutputWriter:
                 f"{unknown[0]} cannot be included", hint=f"one of: {', '.join(EXTRAS)}"
             )
         self.num_rows = 0
+        self.diverted: list[int] = []
         self._path = path
         self._format = format
         self._output_format = resolve_format(path, output_format=output_format)
@@ -271,7 +274,10 @@ class OutputWriter:
         line = item if isinstance(item, Line) else self._line(None, item)
         self._previous = line.schema
         with self._explained():
-            file = self._error_file if line.failed and self._error_file else self._file
+            file = self._file
+            if line.failed and self._error_file is not None:
+                file = self._error_file
+                self.diverted.append(self.num_rows)
             file.write(line.content)
             self.num_rows += 1
             self._flush_sometimes()
