@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moebatch.data.durable import remove, write_error
+from moebatch.data.durable import new_path, remove, write_error
 from moebatch.data.inflight import Pace, read_inflight, write_inflight
 from moebatch.data.journal import Journal, request_key
 from moebatch.data.requests import Generated, Outcome, Request, RowError
@@ -167,7 +167,8 @@ class Record:
         Raises: OutputWriteError.
         """
         try:
-            remove(self._side.inflight_path)
+            for path in (self._side.inflight_path, new_path(self._side.inflight_path)):
+                remove(path)
         except OSError as error:
             raise write_error(self._side.inflight_path, error) from error
 
