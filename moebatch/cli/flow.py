@@ -113,6 +113,12 @@ class Rows:
         """What the user should know about the rows."""
         return self.builder.warnings
 
+    @property
+    def tokens_kept(self) -> int:
+        """Generated tokens that earlier sessions had kept, as far as rows have been read."""
+        in_flight = self.record.kept.tokens_in_flight if self.record is not None else 0
+        return self.kept.generated_tokens + in_flight
+
     def _take(self, outcome: Outcome) -> None:
         if self.record is not None:
             self.record.put(outcome)

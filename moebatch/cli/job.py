@@ -16,15 +16,17 @@ from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.progress import State, View
 from moebatch.cli.stop import Stop
+from moebatch.data import durable
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
+from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter, check_beside, check_output
-from moebatch.errors import Interrupted, UsageError
+from moebatch.errors import Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.plan.memory import LOADERS, MemoryPlan
@@ -297,7 +299,7 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
         phase=stats.phase,
         rows_done=flow.counts.total,
         rows_total=total,
-        tokens=stats.generated_tokens,
+        tokens=stats.generated_tokens + flow.tokens_kept,
         expected_tokens=expected,
         in_flight=stats.in_flight,
     )
@@ -306,17 +308,15 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
 def write_report(report: Report, *, path: str | None, output: Path | Literal["-"]) -> None:
     """Write the report where the user wants it, or beside the output.
 
-    Raises: UsageError when the file cannot be written.
+    Raises: OutputWriteError when the file cannot be written.
     """
     if path == "-":
         sys.stdout.write(report.to_json() + "\n")
         return
     if path is None and output == "-":
         return
-    target = Path(path) if path else Path(f"{output}.moebatch") / "report.json"
+    target = Path(path) if path else side_path(Path(output)) / "report.json"
     try:
-        if path is None:
-            target.parent.mkdir(exist_ok=True)
-        target.write_text(report.to_json() + "\n", encoding="utf-8")
+        durable.write_whole(target, [report.to_json().encode() + b"\n"])
     except OSError as error:
-        raise UsageError(f"cannot write the report {target}: {error.strerror}") from None
+        raise durable.write_error(f"the report {target}", error) from None

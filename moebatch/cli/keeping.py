@@ -18,7 +18,7 @@ from moebatch.data.requests import SamplingParams
 from moebatch.data.rows_file import RowsFile
 from moebatch.data.side import SideDirectory
 from moebatch.data.tokenizer import Tokenizer
-from moebatch.errors import OutputError
+from moebatch.errors import MoebatchError, OutputError
 from moebatch.model.identity import config_hash, weights_hash
 from moebatch.model.resolve import LocalModel
 
@@ -157,6 +157,9 @@ def open_work(output: Path | Literal["-"], fingerprint: Mapping[str, Any],
         )
         try:
             yield Work(manifest=manifest, options=options, side=side, record=record)
+        except MoebatchError as error:
+            side.log(f"error: {error}")
+            raise
         finally:
             record.close()
 

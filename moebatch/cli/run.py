@@ -97,7 +97,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=kv_cache_dtype, resume=resume,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
@@ -158,8 +158,11 @@ def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | 
             with view:
                 result = task.execute(view, stop)
         except (KeyboardInterrupt, Interrupted) as error:
-            at_once = ", without a last checkpoint" if isinstance(error, KeyboardInterrupt) else ""
-            typer.echo(f"stopped{at_once}{_way_on(output)}", err=True)
+            at_once = isinstance(error, KeyboardInterrupt)
+            how = (
+                "at once, without a last checkpoint" if at_once else "before anything new was done"
+            )
+            typer.echo(f"stopped {how}", err=True)
             return stop.exit_code
     write_report(result, path=report, output=output)
     if json_report:

@@ -282,8 +282,7 @@ def _line(key: bytes, outcome: Outcome, *, session: int) -> bytes:
 def _parse(line: bytes) -> Entry | None:
     """The entry of a line; None for one that is torn or damaged."""
     body = line[_BODY_AT : -len(_TAIL)]
-    whole = line.startswith(_HEAD) and line.endswith(_TAIL)
-    if not whole or line[len(_HEAD) : _BODY_AT - len(_MIDDLE)] != _checksum(body):
+    if line[:_BODY_AT] != _HEAD + _checksum(body) + _MIDDLE or not line.endswith(_TAIL):
         return None
     said = json.loads(body)
     key, row_id, session = bytes.fromhex(said.pop("key")), said.pop("id"), said.pop("session")

@@ -78,12 +78,19 @@ class SideDirectory:
         there = read_manifest(self.manifest_path)
         if overwrite:
             there = None
+        elif there is None and self.manifest_path.exists() and self._has_work():
+            raise OutputError(
+                f"{self.manifest_path} cannot be read, so what is kept beside it cannot be used",
+                hint=_WAYS_OUT,
+            )
         elif there is None and self.output.exists():
             raise OutputError(
                 f"{self.output} exists already", hint="add --overwrite, or choose another -o"
             )
         elif there is not None and self._has_work():
             self._check(there, fresh, resume=resume)
+            return there
+        elif there is not None and not there.differences(fresh.fingerprint):
             return there
         self._clear()
         return fresh
