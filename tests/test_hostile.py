@@ -21,7 +21,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def run(*args: object, out: object = "out.jsonl", stdin: bytes = b""):
-    return moebatch("run", *args, "-m", "demo", "-o", out, "--max-tokens", 1, "-q", stdin=stdin)
+    return moebatch("run", "-m", "demo", "-o", out, "--max-tokens", 1, "-q", *args, stdin=stdin)
 
 
 def compressed(data: bytes) -> bytes:
@@ -256,6 +256,31 @@ def test_places_that_cannot_take_what_lies_beside(here, option, place) -> None:
     assert not list(here.glob("out.jsonl*"))
 
 
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--error-file", "-"], "name a file"),
+        (["--error-file", "e.parquet"], "lines of JSON"),
+        (["--error-file", "e.jsonl", "--report", "e.jsonl"], "overwrite"),
+        (["--report", "out.jsonl.moebatch/manifest.json"], "what the run keeps"),
+        (["--error-file", "out.jsonl.moebatch/journal-00000.jsonl"], "what the run keeps"),
+        (["-o", "out.csv"], "JSONL or Parquet"),
+        (["-o", "out.jsonl.gz"], "JSONL or Parquet"),
+        (["-"], "only once"),
+    ],
+)
+def test_files_that_would_be_something_else(here, args, word) -> None:
+    (here / "out.jsonl.moebatch").mkdir()
+    result = run("ok.jsonl", "-", *args) if args == ["-"] else run("ok.jsonl", *args)
+    assert result.code == 2
+    assert word in result.error + result.err
+
+
+def test_a_name_that_promises_another_format_can_be_insisted_on(here) -> None:
+    assert run("ok.jsonl", "--output-format", "jsonl", out="out.csv").code == 0
+    assert len(read_rows(here / "out.csv")) == 1
+
+
 def test_an_unwritable_folder(here) -> None:
     (here / "locked").mkdir()
     (here / "locked").chmod(0o555)
@@ -279,7 +304,8 @@ def test_an_unwritable_folder(here) -> None:
         ["--limit", "0"], ["--limit", "-1"], ["--offset", "-1"], ["--revision", "x"],
         ["--hf-split", "x"], ["--max-model-len", "0"], ["--repetition-penalty", "0"],
         ["--max-errors", "many"], ["--max-errors", "-1"], ["--max-errors", "101%"],
-        ["--max-errors", "1", "--fail-fast"], ["--shard", "4/4"], ["--shard", "a/b"],
+        ["--max-errors", "1", "--fail-fast"], ["--shard", "4/4"], ["--shard", "0/0"],
+        ["--shard", "a/b"],
         ["--shard", "auto"], ["--on-duplicate", "pray"], ["--truncation-side", "up"],
     ],
 )  # fmt: skip

@@ -66,8 +66,9 @@ class Job:
                          output_format=out.output_format, error_path=out.error_file,
                          error_is_ours=out.wrote_error_file())  # fmt: skip
             if out.report_file is not None:
+                others = [] if out.error_file is None else [str(out.error_file)]
                 check_beside(out.report_file, option="--report", output=out.path,
-                             inputs=dataset.files)  # fmt: skip
+                             inputs=[*dataset.files, *others])  # fmt: skip
             checkpoint.check(self.model.parts())
             survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))

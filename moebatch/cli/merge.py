@@ -70,7 +70,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
     paths: list[Path] = []
     for name in names:
         matches = [name] if Path(name).exists() or not glob.has_magic(name) else glob.glob(name)
-        paths += [Path(match) for match in matches if not _is_beside(match)]
+        paths += [opt.existing_output(match) for match in matches if not _is_beside(match)]
         if not matches:
             raise InputNotFound(f"no file matches {name}")
     return sorted(paths)

@@ -31,9 +31,8 @@ def parse_shard(
         )
     part, parts = int(match[1]), int(match[2])
     if part >= parts:
-        raise UsageError(
-            f"--shard {text} does not exist", hint=f"of {parts} shards the last is {parts - 1}"
-        )
+        last = f"; of {parts} shards the last is {parts - 1}" if parts else ""
+        raise UsageError(f"--shard {text} does not exist", hint=f"shards count from 0{last}")
     return part, parts
 
 

@@ -24,7 +24,7 @@ def status(
     Rows that fail before the model sees them (such as lines that are no JSON) are counted once the
     run is over.
     """
-    facts = look(Path(output))
+    facts = look(opt.existing_output(output))
     if json_report:
         typer.echo(json.dumps(facts, indent=2, allow_nan=False))
         return
@@ -112,7 +112,8 @@ def _report(folder: Path) -> Mapping[str, Any]:
         said = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) and said.get("status") == "completed" else {}
+    whole = isinstance(said, dict) and isinstance(said.get("requests"), dict)
+    return said if whole and said.get("status") == "completed" else {}
 
 
 def _counts(report: Mapping[str, Any], tally: _Tally) -> tuple[int, int]:

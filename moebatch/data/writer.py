@@ -26,6 +26,20 @@ OutputFormat = Literal["auto", "jsonl", "parquet"]
 Order = Literal["input", "completion"]
 Destination = Path | Literal["-"]
 
+_TABLES = (".parquet", ".pq")
+_OTHER_FORMATS = (
+    ".csv",
+    ".tsv",
+    ".xlsx",
+    ".arrow",
+    ".feather",
+    ".gz",
+    ".zst",
+    ".zip",
+    ".bz2",
+    ".xz",
+)
+
 # How much a reader of the partial file may lag behind: rows, and seconds.
 _FLUSH_ROWS = 64
 _FLUSH_S = 1.0
@@ -56,6 +70,8 @@ def check_output(
         # What a run has begun may be gone on with: the folder beside the output knows.
         _check_free(path, overwrite=overwrite or side_path(path).is_dir(), option="-o")
     if error_path is not None:
+        if error_path.suffix.lower() in _TABLES:
+            raise UsageError("--error-file holds lines of JSON", hint="name it like errors.jsonl")
         check_beside(error_path, option="--error-file", output=path, inputs=inputs)
         _check_free(error_path, overwrite=overwrite or error_is_ours, option="--error-file")
 
@@ -106,15 +122,24 @@ def check_beside(path: Path, *, option: str, output: Destination, inputs: Sequen
 
     Raises: UsageError also where it would overwrite the output or an input.
     """
+    if path == Path("-"):
+        raise UsageError(f"{option} - is not possible: name a file")
     try:
         _check_file_place(path, name=f"file of {option}")
         others = [Path(name) for name in inputs]
         others += [] if output == "-" else [output, partial_path(output)]
         if path.resolve() in [other.resolve() for other in others]:
             raise UsageError(f"{option} {path} would overwrite the output or an input")
+        if output != "-" and _is_kept_work(path.resolve(), side=side_path(output).resolve()):
+            raise UsageError(f"{option} {path} would overwrite what the run keeps")
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{option} {path!s:.100} cannot be used: {reason}") from error
+
+
+def _is_kept_work(path: Path, *, side: Path) -> bool:
+    """Whether a file is one of a run's own, the report apart, which has its place there."""
+    return path.parent == side and path.name != "report.json"
 
 
 def _same_file(path: Path, name: str) -> bool:
@@ -129,7 +154,7 @@ def resolve_format(
 ) -> Literal["jsonl", "parquet"]:
     """The format that "auto" means: Parquet for names that say so, lines of JSON for the rest.
 
-    Raises: UsageError for a format that does not exist.
+    Raises: UsageError for a format that does not exist, or a name that promises another one.
     """
     if output_format not in get_args(OutputFormat):
         raise UsageError(
@@ -138,8 +163,13 @@ def resolve_format(
         )
     if output_format != "auto":
         return output_format
-    table = path != "-" and path.suffix.lower() in (".parquet", ".pq")
-    return "parquet" if table else "jsonl"
+    suffix = "" if path == "-" else path.suffix.lower()
+    if suffix in _OTHER_FORMATS:
+        raise UsageError(
+            f"the output {path} would be no {suffix} file: outputs are JSONL or Parquet",
+            hint="name it .jsonl or .parquet, or insist with --output-format jsonl",
+        )
+    return "parquet" if suffix in _TABLES else "jsonl"
 
 
 def partial_path(path: Path) -> Path:
