@@ -15,7 +15,7 @@ from moebatch.data.columns import ColumnNames, schema_of
 from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
-from moebatch.data.tokenizer import load_tokenizer
+from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.errors import ModelError, UsageError
 
 BOS = 0
@@ -408,6 +408,14 @@ def test_a_column_that_only_looks_like_a_parameter_is_named_once(make):
 def test_a_flag_that_fits_no_row_is_refused_before_the_rows(make):
     with pytest.raises(UsageError, match="--stop-token-id 999999"):
         make(defaults=SamplingParams(stop_token_ids=(999999,)))
+
+
+def test_a_fault_of_ours_is_an_error_of_its_row(make, monkeypatch):
+    builder = make()
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+    error = builder.build(flat())
+    assert (error.code, error.retryable, error.line) == ("internal_error", True, 9)
+    assert "ZeroDivisionError" in error.message
 
 
 def test_a_row_wins_over_the_defaults(make):

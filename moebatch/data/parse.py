@@ -19,7 +19,9 @@ from moebatch.data.problem import RowProblem
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
 from moebatch.data.rows import ParsedRow, RowParser
 from moebatch.data.tokenizer import Tokenizer
-from moebatch.errors import UsageError
+from moebatch.errors import Interrupted, MoebatchError, UsageError
+
+_MAX_MESSAGE_CHARS = 200
 
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
@@ -83,6 +85,18 @@ class RequestBuilder:
                 param=problem.param,
                 line=row.line,
                 skipped=problem.skipped,
+                raw=row,
+            )
+        except (MoebatchError, Interrupted):
+            raise
+        except Exception as error:  # the row's border: a fault of ours takes no other row down
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            return RowError(
+                index=row.index,
+                id=row.id,
+                code="internal_error",
+                message=f"the row could not be read: {text[:_MAX_MESSAGE_CHARS]}",
+                line=row.line,
                 raw=row,
             )
 
