@@ -84,6 +84,27 @@ def test_extreme_rows_are_answered_or_refused_each_in_its_place(here) -> None:
     ]  # fmt: skip
 
 
+def test_columns_that_change_late_and_lines_of_ten_megabytes(here) -> None:
+    rows = [{"prompt": "a", "n_words": 1}] * 30
+    rows += [{"text": "b", "n_words": "two"}, {"messages": [{"role": "user", "content": "c"}]}]
+    rows += [{"prompt": "x" * 10_000_000}, {"input": "d", "new": [1, 2]}]
+    write_rows(here / "in.jsonl", rows)
+    for out in ("out.jsonl", "out.parquet"):
+        assert run("in.jsonl", out=out).code == 3
+    written = read_rows(here / "out.jsonl")
+    assert len(written) == len(rows)
+    assert [i for i, row in enumerate(written) if row["error"]] == [32]
+    assert written[32]["error"]["code"] == "context_length_exceeded"
+    assert written[33]["new"] == [1, 2]
+    assert "prompt" not in written[30]
+
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(here / "out.parquet")
+    assert {"prompt", "text", "messages", "new"} <= set(table.column_names)
+    assert table.column("n_words").to_pylist()[29:31] == ["1", '"two"']
+
+
 # --- files ---
 
 

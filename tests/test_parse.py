@@ -470,6 +470,27 @@ def ids(count):
     return row({"prompt_token_ids": list(range(2, 2 + count))})
 
 
+@pytest.mark.parametrize("text", ["x" * 400_000, "one two " * 50_000])
+def test_a_hopeless_prompt_is_not_encoded_to_its_end(make, monkeypatch, text):
+    """Ten megabytes on a line took eleven seconds each; the verdict is that of encoding it all."""
+    full = make(max_model_len=99)
+    most = 0
+    encode = Tokenizer.encode
+
+    def counted(self, text, *, add_special_tokens):
+        nonlocal most
+        most = max(most, len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    error = full.build(row({"prompt": text}))
+    assert (error.code, error.param, error.skipped) == ("context_length_exceeded", "prompt", False)
+    assert most < 2000
+    assert make(max_model_len=99, on_too_long="skip").build(row({"prompt": text})).skipped
+    cut = make(max_model_len=99, on_too_long="truncate").build(row({"prompt": text[:9999]}))
+    assert len(cut.prompt_token_ids) < 99
+
+
 def test_max_tokens_is_filled_in_and_clamped(make):
     builder = make(max_model_len=300)
     unsaid = builder.build(ids(10))
