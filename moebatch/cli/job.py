@@ -70,7 +70,10 @@ class Job:
                 check_beside(out.report_file, option="--report", output=out.path,
                              inputs=[*dataset.files, *others])  # fmt: skip
             checkpoint.check(self.model.parts())
-            survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
+            survey = dataset.survey(
+                on_duplicate=self.rows.on_duplicate,
+                progress=lambda rows: view.note(f"checking · {rows:,} rows"),
+            )
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
                 return job._execute(checkpoint, view, stop, dataset.rows(survey),
