@@ -58,7 +58,8 @@ def edited(rng: random.Random, columns: list[dict], *, version: int) -> list[dic
 class Life:
     """One case: sessions that die until one does not, and what each of them did."""
 
-    def __init__(self, rng: random.Random, folder, monkeypatch) -> None:
+    def __init__(self, rng: random.Random, folder, monkeypatch, order="input") -> None:
+        self.order = order
         self.rng, self.monkeypatch = rng, monkeypatch
         self.out = folder / "out.jsonl"
         self.steps = rng.choice([1, 2, 5])
@@ -84,7 +85,8 @@ class Life:
         self.sessions += 1
         try:
             run_session(self.out, columns, engine, self.options,
-                        seen=lambda work: kept.append(work.record.kept))  # fmt: skip
+                        seen=lambda work: kept.append(work.record.kept),
+                        order=self.order)  # fmt: skip
             ended = True
         except Killed:
             ended = False
@@ -141,6 +143,37 @@ def test_the_input_may_change_between_two_starts(block, tmp_path, monkeypatch) -
             life.changed |= {i for i, row in after.items() if before.get(i) != row}
         plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
         assert life.out.read_bytes() == plain, f"case {case}"
+
+
+def test_in_the_order_of_completion_every_row_is_there_once(tmp_path, monkeypatch) -> None:
+    for case in range(CASES // 8):
+        rng = random.Random(30_000 + case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        columns = random_columns(rng, rng.randrange(1, 20))
+        life = Life(rng, folder, monkeypatch, order="completion")
+        while not life.session(columns):
+            pass
+        plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
+        assert sorted(life.out.read_bytes().splitlines()) == sorted(plain.splitlines())
+
+
+def test_failed_rows_are_tried_again_or_kept(tmp_path) -> None:
+    out = tmp_path / "out.jsonl"
+    columns = [{"id": "a", "prompt": "p"}, {"id": "bbad", "prompt": "p"}, {}]
+    run_session(out, columns, FakeEngine(batch=2), KeepOptions())
+    before, kept = out.read_bytes(), []
+    engine = FakeEngine(batch=2)
+    run_session(out, columns, engine, KeepOptions(keep_errors=True),
+                seen=lambda work: kept.append(work.record.kept))  # fmt: skip
+    assert engine.asked == []
+    assert (kept[0].rows, kept[0].rows_retried) == (2, 0)
+    engine = FakeEngine(batch=2)
+    run_session(out, columns, engine, KeepOptions(),
+                seen=lambda work: kept.append(work.record.kept))  # fmt: skip
+    assert engine.asked == ["bbad"]
+    assert (kept[1].rows, kept[1].rows_retried) == (1, 1)
+    assert out.read_bytes() == before
 
 
 def test_tokens_lost_are_those_since_the_last_checkpoint(tmp_path, monkeypatch) -> None:

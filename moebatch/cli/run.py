@@ -111,7 +111,7 @@ def run(
         "include_stop_str_in_output": include_stop_str_in_output or None,
     }  # fmt: skip
     part = parse_shard(shard)
-    destination: Path | Literal["-"] = "-" if output == "-" else shard_path(Path(output), part)
+    destination = output_path(output, part)
     task = job.Job(
         command=asked.command_line(),
         model=resolve_model(model, revision=revision, cache_dir=cache_dir, offline=offline),
@@ -183,6 +183,21 @@ def _way_on(output: Path | Literal["-"]) -> str:
 
 
 _THREADS_PER_CORE = 8  # more never helps, and thousands end the process
+
+
+def output_path(output: str, part: tuple[int, int]) -> Path | Literal["-"]:
+    """Where a shard's output goes.
+
+    Raises: UsageError for a folder that does not exist: only a name says that it was meant.
+    """
+    from moebatch.cli.shards import shard_path
+
+    if output == "-":
+        return "-"
+    path = shard_path(Path(output), part)
+    if output.endswith("/") and not path.is_dir():
+        raise UsageError(f"the folder {path} does not exist", hint=f"create it: mkdir -p {path}")
+    return path
 
 
 def keep_options(resume: str, *, no_resume: bool, overwrite: bool, keep_errors: bool,

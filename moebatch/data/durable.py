@@ -89,12 +89,17 @@ def sync(fd: int) -> None:
             raise
 
 
+def new_path(path: Path) -> Path:
+    """Where the new content of a file stands until it is whole; a crash may leave it there."""
+    return path.with_name(path.name + ".new")
+
+
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file so that a crash leaves either the old one or the new one.
 
     Raises: OSError; the old file is then untouched.
     """
-    new = path.with_name(path.name + ".new")
+    new = new_path(path)
     file = AppendFile(new)
     try:
         for piece in pieces:

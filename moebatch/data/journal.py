@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moebatch.data.durable import AppendFile, write_error
 from moebatch.data.requests import (
@@ -34,6 +35,8 @@ _SYNC_ROWS = 256
 _SYNC_S = 1.0
 _SYNC_SHARE = 0.005  # of the time goes into waiting for the disk, at most
 _PART_BYTES = 1 << 28
+
+Words = NDArray[np.uint64]
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams) if f.default is not MISSING}
 
@@ -215,7 +218,8 @@ class _Index:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int]] = []
-        self._table = np.empty((0, 3), dtype=np.uint64)
+        self._chunks: list[Words] = []
+        self._table: Words = np.empty((0, 3), dtype=np.uint64)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -228,7 +232,9 @@ class _Index:
     def sort(self) -> None:
         """To be called once all is added; lines of one key stay in their order."""
         self._gather()
-        self._table = self._table[np.argsort(self._table[:, 0], kind="stable")]
+        table = np.concatenate([self._table, *self._chunks])
+        self._chunks = []
+        self._table = table[np.argsort(table[:, 0], kind="stable")]
 
     def find(self, key: bytes) -> list[tuple[int, int]]:
         column, short = self._table[:, 0], np.uint64(_short(key))
@@ -238,8 +244,8 @@ class _Index:
 
     def _gather(self) -> None:
         if self._rows:
-            new = np.array(self._rows, dtype=np.uint64)
-            self._table, self._rows = np.concatenate([self._table, new]), []
+            self._chunks.append(np.array(self._rows, dtype=np.uint64))
+            self._rows = []
 
 
 def _short(key: bytes) -> int:

@@ -25,15 +25,16 @@ _INT64 = 2**63
 _EXACT_FLOAT = 2**53
 
 
-def write_parquet(lines: Path, path: Path, *, metadata: Mapping[str, str]) -> None:
-    """Write the rows of a JSONL file as Parquet.
+def write_parquet(lines: Path, path: Path, *, metadata: Mapping[str, str],
+                  types: Mapping[str, ColumnType] | None = None) -> None:  # fmt: skip
+    """Write the rows of a JSONL file as Parquet; `types` must hold all of them (None: find out).
 
     Raises: OSError when a file cannot be read or written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = column_types(lines)
+    types = column_types(lines) if types is None else types
     as_json = [name for name, kind in types.items() if kind == "json"]
     described = dict(metadata) | ({JSON_COLUMNS: json.dumps(as_json)} if as_json else {})
     fields = [pa.field(name, _arrow_type(pa, kind)) for name, kind in types.items()]
@@ -51,6 +52,14 @@ def column_types(lines: Path) -> dict[str, ColumnType]:
             for name, value in row.items():
                 types[name] = _join(types.get(name, "null"), _type_of(value))
     return types
+
+
+def join_types(
+    one: Mapping[str, ColumnType], other: Mapping[str, ColumnType]
+) -> dict[str, ColumnType]:
+    """The types that hold the values of both, columns in the order they first appear."""
+    names = dict.fromkeys((*one, *other))
+    return {name: _join(one.get(name, "null"), other.get(name, "null")) for name in names}
 
 
 def _groups(lines: Path) -> Iterator[list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moebatch.data.durable import remove, write_error
+from moebatch.data.durable import new_path, remove, write_error
 from moebatch.data.inflight import Pace, read_inflight, write_inflight
 from moebatch.data.journal import Journal, request_key
 from moebatch.data.requests import Generated, Outcome, Request, RowError
@@ -91,8 +91,10 @@ class Record:
 
     def find(self, request: Request) -> Outcome | None:
         """What an earlier session made of this request; None where it has to be computed."""
+        start = time.perf_counter()
         key = request_key(request)
         entry = self._journal.find(key)
+        self.cost.journal_s += time.perf_counter() - start
         if entry is None or (entry.failed and not self._keep_errors):
             self.kept.rows_retried += entry is not None
             self._keys[request.index] = key
@@ -116,10 +118,12 @@ class Record:
 
         Raises: OutputWriteError.
         """
+        start = time.perf_counter()
         index = outcome.index if isinstance(outcome, RowError) else outcome.request.index
         key = self._keys.pop(index)
         self._earlier.pop(key, None)
         self._journal.put(key, outcome)
+        self.cost.journal_s += time.perf_counter() - start
 
     def step(self, generated_tokens: int, under_way: UnderWay) -> None:
         """To be called after each pass, with the tokens generated in this session so far.
@@ -163,7 +167,8 @@ class Record:
         Raises: OutputWriteError.
         """
         try:
-            remove(self._side.inflight_path)
+            for path in (self._side.inflight_path, new_path(self._side.inflight_path)):
+                remove(path)
         except OSError as error:
             raise write_error(self._side.inflight_path, error) from error
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 from moebatch.data import durable
 from moebatch.data.journal import parts
 from moebatch.data.manifest import Manifest, read_manifest
+from moebatch.data.parquet_parts import part_paths
 from moebatch.errors import OutputError, OutputLocked, UsageError
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -28,6 +29,11 @@ _WAYS_OUT = "--overwrite drops what is there and starts afresh; or choose a new 
 def side_path(output: Path) -> Path:
     """The folder that belongs to an output."""
     return output.with_name(output.name + ".moebatch")
+
+
+def has_output(output: Path) -> bool:
+    """Whether there is an output: a file, or a folder with parts of a table."""
+    return bool(part_paths(output)) if output.is_dir() else output.exists()
 
 
 class SideDirectory:
@@ -83,7 +89,7 @@ class SideDirectory:
                 f"{self.manifest_path} cannot be read, so what is kept beside it cannot be used",
                 hint=_WAYS_OUT,
             )
-        elif there is None and self.output.exists():
+        elif there is None and has_output(self.output):
             raise OutputError(
                 f"{self.output} exists already", hint="add --overwrite, or choose another -o"
             )
@@ -130,7 +136,7 @@ class SideDirectory:
     def _has_work(self) -> bool:
         """Whether anything would be lost: else another run may take the place."""
         files = [*parts(self.path), self.inflight_path]
-        return self.output.exists() or any(f.exists() and f.stat().st_size for f in files)
+        return has_output(self.output) or any(f.exists() and f.stat().st_size for f in files)
 
     def _clear(self) -> None:
         """Drop what an earlier run kept; the manifest first, so that a crash leaves no half."""

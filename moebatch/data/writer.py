@@ -7,7 +7,6 @@ is made from the lines at the end, since only then the types of its columns are 
 import contextlib
 import errno
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,10 @@ from typing import Literal, Self, get_args
 from moebatch.data import durable
 from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import EXTRAS, RowFormat, index_of, output_row
+from moebatch.data.parquet_parts import ParquetParts
 from moebatch.data.requests import Outcome, RawRow, RowError, Schema
-from moebatch.data.side import side_path
+from moebatch.data.side import has_output, side_path
+from moebatch.data.stdout import Stdout, silence_stdout
 from moebatch.data.waiting import Line, Waiting
 from moebatch.errors import OutputClosed, OutputError, UsageError
 
@@ -43,6 +44,7 @@ _OTHER_FORMATS = (
 # How much a reader of the partial file may lag behind: rows, and seconds.
 _FLUSH_ROWS = 64
 _FLUSH_S = 1.0
+_PART_BYTES = 100 << 20  # of JSON lines; a part of a table has less
 
 
 def check_output(
@@ -65,7 +67,7 @@ def check_output(
         if resolved == "parquet":
             raise UsageError("Parquet cannot be written to standard output", hint="name a file")
     else:
-        _check_place(path)
+        _check_place(path, parts=output_format == "parquet")
         _check_not_input(path, inputs=inputs)
         # What a run has begun may be gone on with: the folder beside the output knows.
         _check_free(path, overwrite=overwrite or side_path(path).is_dir(), option="-o")
@@ -77,15 +79,18 @@ def check_output(
 
 
 def _check_free(path: Path, *, overwrite: bool, option: str) -> None:
-    if path.exists() and not overwrite:
+    if has_output(path) and not overwrite:
         raise OutputError(
             f"{path} exists already", hint=f"add --overwrite, or choose another {option}"
         )
 
 
-def _check_place(path: Path) -> None:
+def _check_place(path: Path, *, parts: bool) -> None:
     try:
-        _check_file_place(path, name="output")
+        if path.is_dir() and parts:
+            _check_folder(path)
+        else:
+            _check_file_place(path, name="output")
         side = path.with_name(path.name + ".moebatch")
         if side.exists() and not side.is_dir():
             raise UsageError(f"{side} is in the way: it is no folder", hint="choose another -o")
@@ -96,9 +101,21 @@ def _check_place(path: Path) -> None:
         raise UsageError(f"the output {path!s:.100} cannot be used: {reason}") from error
 
 
+def _check_folder(path: Path) -> None:
+    """A folder for parts; what is kept meanwhile goes beside it."""
+    for folder in (path, path.resolve().parent):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"the folder {folder} cannot be written to", hint="choose another place"
+            )
+
+
 def _check_file_place(path: Path, *, name: str) -> None:
     if path.is_dir():
-        raise UsageError(f"the {name} {path} is a folder", hint="name a file in it")
+        raise UsageError(
+            f"the {name} {path} is a folder",
+            hint="name a file in it; with --output-format parquet a folder takes parts",
+        )
     if path.exists() and not path.is_file():
         raise UsageError(f"the {name} {path} is no regular file", hint="-o - writes to a pipe")
     parent = path.resolve().parent
@@ -221,6 +238,9 @@ class OutputWriter:
         self._flushed_at_s = time.monotonic()
         self._closed = False
         self._file = _open(path)
+        self._parts: ParquetParts | None = None
+        if path != "-" and path.is_dir():
+            self._parts = ParquetParts(path, metadata=self._metadata)
         self._error_path = error_path
         self._error_file = None if error_path is None else _open(error_path)
 
@@ -277,7 +297,7 @@ class OutputWriter:
             file.close()
 
     @property
-    def _files(self) -> "list[durable.AppendFile | _Stdout]":
+    def _files(self) -> "list[durable.AppendFile | Stdout]":
         return [self._file] if self._error_file is None else [self._file, self._error_file]
 
     def __enter__(self) -> Self:
@@ -311,6 +331,15 @@ class OutputWriter:
             file.write(line.content)
             self.num_rows += 1
             self._flush_sometimes()
+            if self._parts is not None and self._file.num_bytes >= _PART_BYTES:
+                self._next_part(self._parts)
+
+    def _next_part(self, parts: ParquetParts) -> None:
+        assert self._path != "-"
+        self._file.flush()
+        parts.add(partial_path(self._path))
+        self._file.close()
+        self._file = _open(self._path)
 
     def _flush_sometimes(self) -> None:
         now = time.monotonic()
@@ -322,7 +351,12 @@ class OutputWriter:
     def _publish(self, path: Path) -> None:
         """Make the partial file the output, in one step that a crash cannot halve."""
         partial = partial_path(path)
-        if self._output_format == "jsonl":
+        if self._parts is not None:
+            if partial.stat().st_size or not self.num_rows:
+                self._parts.add(partial)
+            self._parts.close()
+            durable.remove(partial)
+        elif self._output_format == "jsonl":
             durable.publish(partial, path)
         else:
             self._publish_table(partial, path)
@@ -344,7 +378,7 @@ class OutputWriter:
         try:
             yield
         except BrokenPipeError as error:
-            _silence_stdout()
+            silence_stdout()
             raise OutputClosed("the reader of the output went away") from error
         except OSError as error:
             self.abort()
@@ -356,39 +390,12 @@ class OutputWriter:
         return f"; finished rows are kept in {partial_path(self._path)}"
 
 
-class _Stdout:
-    """Standard output with the interface of a file that grows."""
-
-    def write(self, content: bytes) -> None:
-        """Write every byte: an unbuffered standard output (PYTHONUNBUFFERED) may take only some."""
-        left = memoryview(content)
-        while left:
-            left = left[sys.stdout.buffer.write(left) :]
-
-    def flush(self) -> None:
-        sys.stdout.buffer.flush()
-
-    def sync(self) -> None:
-        self.flush()
-
-    def close(self) -> None:
-        """It is not ours to close."""
-
-
-def _open(path: Destination) -> durable.AppendFile | _Stdout:
+def _open(path: Destination) -> durable.AppendFile | Stdout:
     if path == "-":
-        return _Stdout()
+        return Stdout()
     try:
         return durable.AppendFile(partial_path(path))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise UsageError(f"{path} cannot be written: {error.strerror}") from error
         raise durable.write_error(path, error) from error
-
-
-def _silence_stdout() -> None:
-    """Let what is left in Python's buffer go nowhere, or it would fail once more at exit."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
