@@ -352,8 +352,8 @@ def test_models_that_are_none(here, name) -> None:
 
 
 def test_a_path_with_a_zero_byte_is_no_crash(here) -> None:
+    from moebatch.data.places import check_output
     from moebatch.data.sources import find_sources
-    from moebatch.data.writer import check_output
     from moebatch.errors import InputError
 
     with pytest.raises(InputError):

@@ -40,7 +40,7 @@ def convert(
     from moebatch.data.columns import ColumnNames
     from moebatch.data.convert import converter
     from moebatch.data.lines_out import write_lines
-    from moebatch.data.writer import check_output
+    from moebatch.data.places import check_output
 
     opt.check_choices(output_format=output_format, schema=schema)
     columns = ColumnNames(prompt=prompt_column, messages=messages_column,

@@ -20,12 +20,13 @@ from moebatch.data import durable
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
+from moebatch.data.places import check_beside, check_output
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
 from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
-from moebatch.data.writer import OutputWriter, check_beside, check_output
+from moebatch.data.writer import OutputWriter
 from moebatch.errors import Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel

@@ -48,7 +48,7 @@ def look(output: Path) -> dict[str, Any]:
     from moebatch.data.inflight import read_inflight
     from moebatch.data.manifest import read_manifest
     from moebatch.data.rows_file import read_rows_file
-    from moebatch.data.side import is_locked, side_path
+    from moebatch.data.side import has_output, is_locked, side_path
 
     folder = side_path(output)
     manifest = read_manifest(folder / "manifest.json")
@@ -59,7 +59,7 @@ def look(output: Path) -> dict[str, Any]:
             hint="name the output as it was given to run -o; of a shard with its shard in the name",
         )
     writer, made = is_locked(output), read_rows_file(folder)
-    finished = made is not None and made.diverted is not None and output.exists()
+    finished = made is not None and made.diverted is not None and has_output(output)
     in_flight = read_inflight(folder / "inflight.bin")
     tally, codes = _tally(folder)
     report = _report(folder) if finished and writer is None else {}
