@@ -20,7 +20,9 @@ from crashes import (
 )
 
 from moebatch.cli.keeping import KeepOptions
+from moebatch.data import durable
 from moebatch.data.inflight import read_inflight
+from moebatch.data.journal import read_entries
 from moebatch.data.side import side_path
 
 CASES = int(os.environ.get("MOEBATCH_CRASH_CASES", "200"))
@@ -70,6 +72,7 @@ class Life:
     def session(self, columns: list[dict]) -> bool:
         """Start once; whether it came to its end."""
         safe = set(journaled(self.out)) if side_path(self.out).exists() else set()
+        in_flight = self.in_flight()
         lives = self.rng.choice([self.rng.randrange(1, 12), self.rng.randrange(1, 120), 10**9])
         passes = self.rng.randrange(1, 40) if lives < 10**9 or self.sessions < 2 else 10**9
         system = mortal(self.monkeypatch, self.rng, lives=lives)
@@ -80,7 +83,8 @@ class Life:
             if passes == 0:
                 system.die()
 
-        engine = FakeEngine(batch=self.batch, before_pass=before_pass)
+        batch = self.rng.choice([1, self.batch])  # the next session may take fewer rows at a time
+        engine = FakeEngine(batch=batch, before_pass=before_pass)
         kept = []
         self.sessions += 1
         try:
@@ -91,11 +95,25 @@ class Life:
         except Killed:
             ended = False
         self.monkeypatch.undo()
-        self.check(columns, engine, safe, kept)
+        self.check(engine, safe)
+        if not ended:
+            self.check_in_flight(in_flight)
         return ended
 
-    def check(self, columns, engine, safe, kept) -> None:
-        """No finished row is asked for again; tokens are lost of a checkpoint interval at most."""
+    def in_flight(self) -> Counter:
+        """Tokens of unfinished rows on disk, by row and choice."""
+        rows = read_inflight(side_path(self.out) / "inflight.bin")
+        return Counter({(k, g.choice): len(g.token_ids) for k, row in rows.items() for g in row})
+
+    def check_in_flight(self, before: Counter) -> None:
+        """What was safe of a row is safe still, or the row is finished."""
+        after = self.in_flight()
+        finished = {entry.key for entry in read_entries(side_path(self.out))}
+        for (key, choice), tokens in before.items():
+            assert key in finished or after[key, choice] >= tokens
+
+    def check(self, engine, safe) -> None:
+        """No finished row is asked for again, and every row that was answered is safe."""
         unchanged = Counter(engine.asked)
         again = safe & set(unchanged) - self.changed
         assert not again, f"{again} were finished and are computed again"
@@ -143,6 +161,62 @@ def test_the_input_may_change_between_two_starts(block, tmp_path, monkeypatch) -
             life.changed |= {i for i, row in after.items() if before.get(i) != row}
         plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
         assert life.out.read_bytes() == plain, f"case {case}"
+
+
+def test_an_output_that_is_there_stays_whole(tmp_path, monkeypatch) -> None:
+    """While a grown input is computed, and at every step of the exchange."""
+    for case in range(CASES // 8):
+        rng = random.Random(40_000 + case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        columns = random_columns(rng, 6)
+        life = Life(rng, folder, monkeypatch)
+        run_session(life.out, columns, FakeEngine(batch=3), KeepOptions())
+        before = life.out.read_bytes()
+        columns += random_columns(rng, 3, first=500)
+        plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
+        while not life.session(columns):
+            assert life.out.read_bytes() in (before, plain)
+        assert life.out.read_bytes() == plain
+
+
+def test_rows_are_on_the_disk_before_their_tokens_and_the_output_depend_on_it(
+    tmp_path, monkeypatch
+) -> None:
+    """What a power cut may undo: a snapshot without a row's tokens must not outlive the row."""
+    events = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def fsync(self, fd):
+            events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+
+        def replace(self, source, target):
+            os.replace(source, target)
+            events.append(("replace", os.path.basename(target)))
+
+        def write(self, fd, content):
+            events.append(("write", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+            return os.write(fd, content)
+
+    monkeypatch.setattr(durable, "os", Watched())
+    monkeypatch.setattr("moebatch.data.journal._SYNC_S", 1e9)
+    monkeypatch.setattr("moebatch.data.journal._SYNC_ROWS", 10**9)
+    columns = [{"id": f"r{i}", "prompt": "p", "max_tokens": 1 + i} for i in range(12)]
+    run_session(
+        tmp_path / "out.jsonl", columns, FakeEngine(batch=4), KeepOptions(checkpoint_steps=3)
+    )
+    dirty, exchanged = False, []
+    for kind, name in events:
+        if name.startswith("journal"):
+            dirty = kind == "write"
+        elif kind == "replace" and name in ("inflight.bin", "out.jsonl"):
+            assert not dirty, f"{name} came before the rows it depends on"
+            exchanged.append(name)
+    assert exchanged.count("inflight.bin") > 2
+    assert exchanged[-1] == "out.jsonl"
 
 
 def test_in_the_order_of_completion_every_row_is_there_once(tmp_path, monkeypatch) -> None:

@@ -1,12 +1,14 @@
 """What a run keeps on disk comes back as it was, and damage costs what is damaged, no more."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebatch.data import durable
 from moebatch.data.inflight import Pace, read_inflight, write_inflight
 from moebatch.data.journal import Journal, parts, read_entries, request_key
 from moebatch.data.manifest import Manifest, Session, differences, read_manifest
@@ -243,3 +245,21 @@ def test_differences_name_each_field() -> None:
         "defaults.top_p was not set, is 0.9",
         "seed was not set, is 1",
     ]
+
+
+def test_a_system_that_takes_few_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch) -> None:
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def write(self, fd, content):
+            return os.write(fd, bytes(content)[:3])
+
+    monkeypatch.setattr(durable, "os", Slow())
+    file = durable.AppendFile(tmp_path / "a")
+    file.write(b"0123456789" * 5)
+    assert file.read(8, 5) == b"89012"
+    file.write(b"end")
+    file.sync()
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"0123456789" * 5 + b"end"
