@@ -72,6 +72,7 @@ def check(path: Path, data: bytes) -> int:
     for line in lines:
         assert b"\n" not in line
         assert isinstance(json.loads(line, parse_constant=_refuse), dict)
+        assert b'"internal_error"' not in line
     if path.suffix == ".jsonl" and not data.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
         wanted = [line for line in data.removeprefix(BOM).split(b"\n") if line.strip()]
         assert len(lines) == len(wanted)

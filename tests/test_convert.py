@@ -121,6 +121,7 @@ def test_answers_become_columns(here) -> None:
         (b'{"other":"a"}\n', ["--to", "openai"], 6, "missing_prompt"),
         (b'{"custom_id":"a","body":[]}\n', ["--to", "flat"], 6, "body"),
         (b'{"custom_id":"a","url":"/v1/embeddings","body":{}}\n', ["--to", "flat"], 6, "url"),
+        (b'{"custom_id":"a","response":{"body":{"choices":[5]}}}\n', ["--to", "flat"], 6, "OpenAI"),
         (b"", [], 6, "no rows"),
         (b'{"prompt":"a"}\n', ["--to", "xml"], 2, "--schema"),
         (b'{"prompt":"a"}\n', ["--output-format", "csv"], 2, "--output-format"),

@@ -21,7 +21,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def run(*args: object, out: object = "out.jsonl", stdin: bytes = b""):
-    return moebatch("run", *args, "-m", "demo", "-o", out, "--max-tokens", 1, "-q", stdin=stdin)
+    return moebatch("run", "-m", "demo", "-o", out, "--max-tokens", 1, "-q", *args, stdin=stdin)
 
 
 def compressed(data: bytes) -> bytes:
@@ -82,6 +82,27 @@ def test_extreme_rows_are_answered_or_refused_each_in_its_place(here) -> None:
         invalid, invalid, "unsupported_parameter", invalid, "unsupported_parameter", invalid,
         "missing_prompt", "invalid_json", "invalid_json",
     ]  # fmt: skip
+
+
+def test_columns_that_change_late_and_lines_of_ten_megabytes(here) -> None:
+    rows = [{"prompt": "a", "n_words": 1}] * 30
+    rows += [{"text": "b", "n_words": "two"}, {"messages": [{"role": "user", "content": "c"}]}]
+    rows += [{"prompt": "x" * 10_000_000}, {"input": "d", "new": [1, 2]}]
+    write_rows(here / "in.jsonl", rows)
+    for out in ("out.jsonl", "out.parquet"):
+        assert run("in.jsonl", out=out).code == 3
+    written = read_rows(here / "out.jsonl")
+    assert len(written) == len(rows)
+    assert [i for i, row in enumerate(written) if row["error"]] == [32]
+    assert written[32]["error"]["code"] == "context_length_exceeded"
+    assert written[33]["new"] == [1, 2]
+    assert "prompt" not in written[30]
+
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(here / "out.parquet")
+    assert {"prompt", "text", "messages", "new"} <= set(table.column_names)
+    assert table.column("n_words").to_pylist()[29:31] == ["1", '"two"']
 
 
 # --- files ---
@@ -256,6 +277,31 @@ def test_places_that_cannot_take_what_lies_beside(here, option, place) -> None:
     assert not list(here.glob("out.jsonl*"))
 
 
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["--error-file", "-"], "name a file"),
+        (["--error-file", "e.parquet"], "lines of JSON"),
+        (["--error-file", "e.jsonl", "--report", "e.jsonl"], "overwrite"),
+        (["--report", "out.jsonl.moebatch/manifest.json"], "what the run keeps"),
+        (["--error-file", "out.jsonl.moebatch/journal-00000.jsonl"], "what the run keeps"),
+        (["-o", "out.csv"], "JSONL or Parquet"),
+        (["-o", "out.jsonl.gz"], "JSONL or Parquet"),
+        (["-"], "only once"),
+    ],
+)
+def test_files_that_would_be_something_else(here, args, word) -> None:
+    (here / "out.jsonl.moebatch").mkdir()
+    result = run("ok.jsonl", "-", *args) if args == ["-"] else run("ok.jsonl", *args)
+    assert result.code == 2
+    assert word in result.error + result.err
+
+
+def test_a_name_that_promises_another_format_can_be_insisted_on(here) -> None:
+    assert run("ok.jsonl", "--output-format", "jsonl", out="out.csv").code == 0
+    assert len(read_rows(here / "out.csv")) == 1
+
+
 def test_an_unwritable_folder(here) -> None:
     (here / "locked").mkdir()
     (here / "locked").chmod(0o555)
@@ -279,7 +325,8 @@ def test_an_unwritable_folder(here) -> None:
         ["--limit", "0"], ["--limit", "-1"], ["--offset", "-1"], ["--revision", "x"],
         ["--hf-split", "x"], ["--max-model-len", "0"], ["--repetition-penalty", "0"],
         ["--max-errors", "many"], ["--max-errors", "-1"], ["--max-errors", "101%"],
-        ["--max-errors", "1", "--fail-fast"], ["--shard", "4/4"], ["--shard", "a/b"],
+        ["--max-errors", "1", "--fail-fast"], ["--shard", "4/4"], ["--shard", "0/0"],
+        ["--shard", "a/b"],
         ["--shard", "auto"], ["--on-duplicate", "pray"], ["--truncation-side", "up"],
     ],
 )  # fmt: skip
@@ -305,8 +352,8 @@ def test_models_that_are_none(here, name) -> None:
 
 
 def test_a_path_with_a_zero_byte_is_no_crash(here) -> None:
+    from moebatch.data.places import check_output
     from moebatch.data.sources import find_sources
-    from moebatch.data.writer import check_output
     from moebatch.errors import InputError
 
     with pytest.raises(InputError):

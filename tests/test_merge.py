@@ -68,6 +68,18 @@ def test_tables_as_shards(here) -> None:
     assert ids == [row["id"] for row in read_rows(here / "whole.jsonl")]
 
 
+def test_folders_of_tables_as_shards(here) -> None:
+    for part in range(2):
+        (here / f"t.shard-0000{part}-of-00002").mkdir()
+        flags = ["--shard", f"{part}/2", "-o", "t", "-m", "demo", "--max-tokens", 2, "-q"]
+        assert moebatch("run", "in.jsonl", *flags, "--output-format", "parquet").code in (0, 3)
+    assert moebatch("merge", "t.shard-*", "-o", "joined.jsonl").code == 0
+    ids = [row["id"] for row in read_rows(here / "joined.jsonl")]
+    assert ids == [row["id"] for row in read_rows(here / "whole.jsonl")]
+    folder = moebatch("merge", "t.shard-*", "-o", ".", "--output-format", "parquet", "--overwrite")
+    assert folder.code == 2
+
+
 def test_rows_that_went_to_error_files_leave_no_hole(here) -> None:
     for part in range(2):
         shard(part, 2, "--error-file", "errors.jsonl")

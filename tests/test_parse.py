@@ -15,7 +15,7 @@ from moebatch.data.columns import ColumnNames, schema_of
 from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
-from moebatch.data.tokenizer import load_tokenizer
+from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.errors import ModelError, UsageError
 
 BOS = 0
@@ -410,6 +410,14 @@ def test_a_flag_that_fits_no_row_is_refused_before_the_rows(make):
         make(defaults=SamplingParams(stop_token_ids=(999999,)))
 
 
+def test_a_fault_of_ours_is_an_error_of_its_row(make, monkeypatch):
+    builder = make()
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+    error = builder.build(flat())
+    assert (error.code, error.retryable, error.line) == ("internal_error", True, 9)
+    assert "ZeroDivisionError" in error.message
+
+
 def test_a_row_wins_over_the_defaults(make):
     defaults = SamplingParams(temperature=0.5, top_p=0.9, stop=("a",), max_tokens=8)
     params = make(defaults=defaults).build(chat(temperature=0.1, stop="b")).params
@@ -460,6 +468,27 @@ def test_any_row_gives_a_request_or_an_error(tokenizer, columns):
 
 def ids(count):
     return row({"prompt_token_ids": list(range(2, 2 + count))})
+
+
+@pytest.mark.parametrize("text", ["x" * 400_000, "one two " * 50_000])
+def test_a_hopeless_prompt_is_not_encoded_to_its_end(make, monkeypatch, text):
+    """Ten megabytes on a line took eleven seconds each; the verdict is that of encoding it all."""
+    full = make(max_model_len=99)
+    most = 0
+    encode = Tokenizer.encode
+
+    def counted(self, text, *, add_special_tokens):
+        nonlocal most
+        most = max(most, len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    error = full.build(row({"prompt": text}))
+    assert (error.code, error.param, error.skipped) == ("context_length_exceeded", "prompt", False)
+    assert most < 2000
+    assert make(max_model_len=99, on_too_long="skip").build(row({"prompt": text})).skipped
+    cut = make(max_model_len=99, on_too_long="truncate").build(row({"prompt": text[:9999]}))
+    assert len(cut.prompt_token_ids) < 99
 
 
 def test_max_tokens_is_filled_in_and_clamped(make):

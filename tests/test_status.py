@@ -56,6 +56,29 @@ def test_what_is_no_run(here, name) -> None:
         assert name in result.error
 
 
+@pytest.mark.parametrize("name", ["", "/", "."])
+@pytest.mark.parametrize("command", [["status"], ["retry"], ["merge", "-o", "x.jsonl"]])
+def test_names_of_no_file(here, command, name) -> None:
+    result = moebatch(*command, name)
+    assert result.code == 2
+    assert result.error
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.json", "report.json", "journal-00000.jsonl", "inflight.bin"]
+)
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff" * 99,
+                                     b'{"schema_version":1,"shard":["a"],"diverted":["z"]}',
+                                     b'{"status":"completed","requests":[]}'])  # fmt: skip
+def test_damaged_files_beside_an_output_are_no_crash(here, name, content) -> None:
+    write_rows(here / "in.jsonl", [b"x"])
+    assert moebatch("run", "in.jsonl", *RUN).code == 3
+    (here / "out.jsonl.moebatch" / name).write_bytes(content)
+    assert facts()["state"] in ("finished", "stopped")
+    assert moebatch("status", "out.jsonl").code == 0
+    assert moebatch("merge", "out.jsonl", "-o", "x.jsonl").code in (0, 7)
+
+
 def test_a_live_run_and_a_dead_one(here) -> None:
     write_rows(here / "in.jsonl", [{"prompt": f"row {i}"} for i in range(3000)])
     process = subprocess.Popen(
@@ -108,7 +131,7 @@ def test_retry_computes_what_failed_and_nothing_else(here, tmp_path_factory, mon
 def test_retry_takes_more_options(here) -> None:
     write_rows(here / "in.jsonl", [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": ""}])
     assert moebatch("run", "in.jsonl", *RUN).code == 3
-    assert moebatch("retry", "out.jsonl", "--", "--allow-row-errors").code == 0
+    assert moebatch("retry", "out.jsonl", "--allow-row-errors").code == 0
     assert moebatch("retry", "out.jsonl", "--", "--no-such-option").code == 2
     result = moebatch("retry", "out.jsonl", "--", "--seed", 7)
     assert result.code == 8

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import RowFormat
+from moebatch.data.places import check_output
 from moebatch.data.reader import read_rows
 from moebatch.data.requests import (
     Choice,
@@ -23,7 +24,7 @@ from moebatch.data.requests import (
     SamplingParams,
     TokenLogprob,
 )
-from moebatch.data.writer import OutputWriter, check_output
+from moebatch.data.writer import OutputWriter
 from moebatch.errors import OutputClosed, OutputError, OutputWriteError, UsageError
 
 FORMAT = RowFormat(model_name="org/model", run_id="r1", created=1700000000)

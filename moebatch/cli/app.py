@@ -32,7 +32,8 @@ app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.
     validate.validate
 )
 app.command("status", epilog="Exit codes: 0 shown, 7 no such run.")(status.status)
-app.command("retry", epilog="Exit codes: as of run.")(retry.retry)
+app.command("retry", epilog="Exit codes: as of run.",
+            context_settings={"ignore_unknown_options": True})(retry.retry)  # fmt: skip
 app.command("merge", epilog="Exit codes: 0 joined, 6 shards are missing, unfinished or of other data,"
             " 8 of other runs.")(merge.merge)  # fmt: skip
 app.command("convert", epilog="Exit codes: 0 converted, 6 a row cannot be.")(convert.convert)

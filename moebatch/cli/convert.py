@@ -40,7 +40,7 @@ def convert(
     from moebatch.data.columns import ColumnNames
     from moebatch.data.convert import converter
     from moebatch.data.lines_out import write_lines
-    from moebatch.data.writer import check_output
+    from moebatch.data.places import check_output
 
     opt.check_choices(output_format=output_format, schema=schema)
     columns = ColumnNames(prompt=prompt_column, messages=messages_column,
@@ -54,8 +54,8 @@ def convert(
         check_output(destination, inputs=data.files, overwrite=overwrite,
                      output_format=wanted_format)  # fmt: skip
         change = converter(schema, columns=columns, model=body_model)
-        count = write_lines(destination, _lines(data, change, left_out),
-                            output_format=wanted_format)  # fmt: skip
+        lines = _lines(data, change, left_out)
+        count = write_lines(destination, lines, output_format=wanted_format)
     if not quiet:
         typer.echo(f"{count:,} rows → {output}", err=True)
         for name, rows_with in left_out.items():
@@ -83,5 +83,5 @@ def _lines(data: "Dataset", change: "Converter", left_out: Counter[str]) -> Iter
 def _refused(place: str, code: str, message: str) -> InputError:
     return InputError(
         f"{place} cannot be converted: {code}: {message}",
-        hint="nothing was written; `moebatch validate` lists all bad rows",
+        hint="no file was written; `moebatch validate` lists all bad rows",
     )

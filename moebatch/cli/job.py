@@ -20,12 +20,13 @@ from moebatch.data import durable
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
+from moebatch.data.places import check_beside, check_output
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
 from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
-from moebatch.data.writer import OutputWriter, check_beside, check_output
+from moebatch.data.writer import OutputWriter
 from moebatch.errors import Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
@@ -66,10 +67,14 @@ class Job:
                          output_format=out.output_format, error_path=out.error_file,
                          error_is_ours=out.wrote_error_file())  # fmt: skip
             if out.report_file is not None:
+                others = [] if out.error_file is None else [str(out.error_file)]
                 check_beside(out.report_file, option="--report", output=out.path,
-                             inputs=dataset.files)  # fmt: skip
+                             inputs=[*dataset.files, *others])  # fmt: skip
             checkpoint.check(self.model.parts())
-            survey = dataset.survey(on_duplicate=self.rows.on_duplicate)
+            survey = dataset.survey(
+                on_duplicate=self.rows.on_duplicate,
+                progress=lambda rows: view.note(f"checking · {rows:,} rows"),
+            )
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
                 return job._execute(checkpoint, view, stop, dataset.rows(survey),

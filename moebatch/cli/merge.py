@@ -31,7 +31,7 @@ def merge(
     rows by the same model and settings. The folder OUT_SHARD.moebatch must lie beside each.
     """
     from moebatch.data.lines_out import write_lines
-    from moebatch.data.writer import check_output
+    from moebatch.data.places import check_output
 
     opt.check_choices(output_format=output_format)
     wanted_format: Any = output_format
@@ -70,7 +70,7 @@ def _paths(names: Sequence[str]) -> list[Path]:
     paths: list[Path] = []
     for name in names:
         matches = [name] if Path(name).exists() or not glob.has_magic(name) else glob.glob(name)
-        paths += [Path(match) for match in matches if not _is_beside(match)]
+        paths += [opt.existing_output(match) for match in matches if not _is_beside(match)]
         if not matches:
             raise InputNotFound(f"no file matches {name}")
     return sorted(paths)
@@ -93,7 +93,7 @@ def _check_not_a_run(destination: Path | Literal["-"]) -> None:
 def _open_shard(path: Path) -> Shard:
     from moebatch.data.manifest import read_manifest
     from moebatch.data.rows_file import read_rows_file
-    from moebatch.data.side import is_locked, side_path
+    from moebatch.data.side import has_output, is_locked, side_path
 
     folder = side_path(path)
     manifest, rows = read_manifest(folder / "manifest.json"), read_rows_file(folder)
@@ -105,7 +105,7 @@ def _open_shard(path: Path) -> Shard:
         )
     if (writer := is_locked(path)) is not None:
         raise InputError(f"{path} is being written by {writer}", hint="wait for it to end")
-    if rows.diverted is None or not path.exists():
+    if rows.diverted is None or not has_output(path):
         raise InputError(
             f"{path} is not finished", hint=f"go on with it: moebatch retry {path}"
         )  # fmt: skip
@@ -201,12 +201,20 @@ def _lines(path: Path, stack: ExitStack) -> Iterator[bytes]:
     """The rows of an output as lines of JSON without their ends."""
     from moebatch.data.formats import HubPart, iter_source
     from moebatch.data.json_text import to_json
+    from moebatch.data.parquet_parts import part_paths
     from moebatch.data.sources import Source
 
-    with path.open("rb") as file:
-        is_table = file.read(4) == b"PAR1"
-    if is_table:
-        rows = iter_source(Source(kind="parquet", name=str(path)), part=HubPart())
-        return (to_json(row).encode() for _, row in rows)
+    tables = part_paths(path) if path.is_dir() else [path] if _is_table(path) else []
+    if tables:
+        return (
+            to_json(row).encode()
+            for table in tables
+            for _, row in iter_source(Source(kind="parquet", name=str(table)), part=HubPart())
+        )
     file = stack.enter_context(path.open("rb"))
     return (line.removesuffix(b"\n") for line in file)
+
+
+def _is_table(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"

@@ -269,7 +269,7 @@ RunOutput = Annotated[
     str, typer.Argument(metavar="OUT", help="The output, as it was given to run -o.")
 ]
 MoreOptions = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="More options of run.")
+    list[str] | None, typer.Argument(metavar="[OPTIONS OF RUN]", help="Added to the command.")
 ]
 Shards = Annotated[
     list[str],
@@ -303,6 +303,17 @@ def check_choices(**values: str) -> None:
             raise UsageError(
                 f"{option} {value} does not exist", hint="one of: " + ", ".join(CHOICES[name])
             )
+
+
+def existing_output(name: str) -> Path:
+    """The output of an earlier run, as users write it.
+
+    Raises: UsageError for what cannot be the name of a file.
+    """
+    path = Path(name)
+    if not path.name or "\0" in name:
+        raise UsageError(f"{name!r} is no output file", hint="name it as it was given to run -o")
+    return path
 
 
 def destination(output: str) -> "Path | Literal['-']":

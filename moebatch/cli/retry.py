@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import typer
 
@@ -21,13 +20,13 @@ def retry(
 ) -> None:
     """Compute the rows of an output again that failed, and go on with those that were left.
 
-    Runs the command that made OUT, in the folder it was started in. Options after -- are added to
-    it: moebatch retry out.jsonl -- --memory 8GiB
+    Runs the command that made OUT, in the folder it was started in. More options of run are added
+    to it: moebatch retry out.jsonl --memory 8GiB
     """
     from moebatch.data.manifest import read_manifest
     from moebatch.data.side import side_path
 
-    path = Path(output).absolute()
+    path = opt.existing_output(output).absolute()
     manifest = read_manifest(side_path(path) / "manifest.json")
     if manifest is None:
         raise InputNotFound(

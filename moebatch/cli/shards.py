@@ -8,9 +8,6 @@ from pathlib import Path
 from moebatch.errors import UsageError
 
 ALL = (0, 1)
-_NAME = re.compile(
-    r"^(?P<stem>.+)\.shard-(?P<part>\d{5,})-of-(?P<parts>\d{5,})(?P<suffix>\.[^/]*)?$"
-)
 
 
 def parse_shard(
@@ -31,9 +28,8 @@ def parse_shard(
         )
     part, parts = int(match[1]), int(match[2])
     if part >= parts:
-        raise UsageError(
-            f"--shard {text} does not exist", hint=f"of {parts} shards the last is {parts - 1}"
-        )
+        last = f"; of {parts} shards the last is {parts - 1}" if parts else ""
+        raise UsageError(f"--shard {text} does not exist", hint=f"shards count from 0{last}")
     return part, parts
 
 
@@ -65,9 +61,3 @@ def shard_path(path: Path, shard: tuple[int, int]) -> Path:
         return path
     part, parts = shard
     return path.with_name(f"{path.stem}.shard-{part:05d}-of-{parts:05d}{path.suffix}")
-
-
-def shard_of_name(path: Path) -> tuple[int, int] | None:
-    """(part, parts) as the name of an output says, None for a name that says nothing."""
-    match = _NAME.match(path.name)
-    return (int(match["part"]), int(match["parts"])) if match else None

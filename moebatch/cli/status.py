@@ -24,7 +24,7 @@ def status(
     Rows that fail before the model sees them (such as lines that are no JSON) are counted once the
     run is over.
     """
-    facts = look(Path(output))
+    facts = look(opt.existing_output(output))
     if json_report:
         typer.echo(json.dumps(facts, indent=2, allow_nan=False))
         return
@@ -48,7 +48,7 @@ def look(output: Path) -> dict[str, Any]:
     from moebatch.data.inflight import read_inflight
     from moebatch.data.manifest import read_manifest
     from moebatch.data.rows_file import read_rows_file
-    from moebatch.data.side import is_locked, side_path
+    from moebatch.data.side import has_output, is_locked, side_path
 
     folder = side_path(output)
     manifest = read_manifest(folder / "manifest.json")
@@ -59,7 +59,7 @@ def look(output: Path) -> dict[str, Any]:
             hint="name the output as it was given to run -o; of a shard with its shard in the name",
         )
     writer, made = is_locked(output), read_rows_file(folder)
-    finished = made is not None and made.diverted is not None and output.exists()
+    finished = made is not None and made.diverted is not None and has_output(output)
     in_flight = read_inflight(folder / "inflight.bin")
     tally, codes = _tally(folder)
     report = _report(folder) if finished and writer is None else {}
@@ -112,7 +112,8 @@ def _report(folder: Path) -> Mapping[str, Any]:
         said = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) and said.get("status") == "completed" else {}
+    whole = isinstance(said, dict) and isinstance(said.get("requests"), dict)
+    return said if whole and said.get("status") == "completed" else {}
 
 
 def _counts(report: Mapping[str, Any], tally: _Tally) -> tuple[int, int]:

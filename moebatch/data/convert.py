@@ -134,6 +134,8 @@ def _result_to_flat(row: RawRow) -> tuple[dict[str, Any], list[str]]:
             "error": error or {"message": "the response holds no choices"},
         }, []
     choices, usage = body["choices"], body.get("usage") or {}
+    if not isinstance(usage, Mapping) or not _all_objects(choices):
+        raise RowProblem("the response is no answer in OpenAI's form", param="response")
     texts = [_text_of(choice) for choice in choices]
     return flat | {
         "generated_text": _one_or_all(texts),
@@ -143,6 +145,10 @@ def _result_to_flat(row: RawRow) -> tuple[dict[str, Any], list[str]]:
         "completion_tokens": usage.get("completion_tokens"),
         "error": None,
     }, []
+
+
+def _all_objects(choices: Any) -> bool:
+    return isinstance(choices, list) and all(isinstance(choice, Mapping) for choice in choices)
 
 
 def _text_of(choice: Mapping[str, Any]) -> Any:

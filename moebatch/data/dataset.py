@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OnDuplicate = Literal["refuse", "row-error"]
 _SHOWN_IDS = 5  # ids that a refusal names, and lines of each
+_PROGRESS_ROWS = 250_000
 _MARK = b"\0"  # no id's hash starts from it, so that unreadable lines equal nothing
 
 
@@ -118,8 +119,9 @@ class Dataset:
             repeated=survey.repeated if survey else b"",
         )
 
-    def survey(self, *, on_duplicate: OnDuplicate = "refuse") -> Survey:
-        """Read everything once.
+    def survey(self, *, on_duplicate: OnDuplicate = "refuse",
+               progress: Callable[[int], None] = lambda rows: None) -> Survey:  # fmt: skip
+        """Read everything once; `progress` hears the number of rows now and then.
 
         Raises: InputNotFound; InputError: damaged, no rows, a named column is missing, ids that
         stand twice and are not wanted as row errors.
@@ -128,6 +130,8 @@ class Dataset:
         for item, _ in self._everything():
             bad = isinstance(item, RowError)
             unreadable += bad
+            if len(hashes) % _PROGRESS_ROWS == _PROGRESS_ROWS - 1:
+                progress(len(hashes) + 1)
             hashes.append(_hash(_MARK + str(item.index).encode() if bad else _encoded(item.id)))
         suspects = _suspects(hashes)
         repeated = self._repeated(suspects, refuse=on_duplicate == "refuse")

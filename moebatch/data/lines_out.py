@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moebatch.data import durable
 from moebatch.data.parquet_out import write_parquet
-from moebatch.data.writer import Destination, OutputFormat, partial_path, resolve_format
-from moebatch.errors import OutputClosed
-
-_STDOUT_BUFFER = 1 << 16
+from moebatch.data.places import Destination, OutputFormat, partial_path, resolve_format
+from moebatch.data.stdout import Stdout, silence_stdout
+from moebatch.errors import OutputClosed, UsageError
 
 
 def write_lines(
@@ -30,6 +28,8 @@ def write_lines(
     resolved = resolve_format(path, output_format=output_format)
     if path == "-":
         return _to_stdout(lines)
+    if path.is_dir():
+        raise UsageError(f"the output {path} is a folder", hint="name a file in it")
     partial = partial_path(path)
     try:
         count = _to_file(partial, lines)
@@ -65,20 +65,14 @@ def _to_table(partial: Path, *, metadata: Mapping[str, str]) -> None:
 
 
 def _to_stdout(lines: Iterable[bytes]) -> int:
-    count = 0
+    count, stdout = 0, Stdout()
     try:
         for count, line in enumerate(lines, start=1):  # noqa: B007 - the last one is the number
-            sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
+            stdout.write(line + b"\n")
+        stdout.flush()
     except BrokenPipeError as error:
         silence_stdout()
         raise OutputClosed("the reader of the output went away") from error
+    except OSError as error:
+        raise durable.write_error("standard output", error) from error
     return count
-
-
-def silence_stdout() -> None:
-    """Let what is left in Python's buffer go nowhere, or it would fail once more at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

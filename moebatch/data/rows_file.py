@@ -51,10 +51,10 @@ def read_rows_file(folder: Path) -> RowsFile | None:
         said = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
         if said.pop("schema_version") != _VERSION:
             return None
-        part, parts = said.pop("shard")
+        part, parts = map(int, said.pop("shard"))
         diverted = said.pop("diverted")
-        return RowsFile(
-            **said, shard=(part, parts), diverted=None if diverted is None else tuple(diverted)
-        )
+        known = None if diverted is None else tuple(map(int, diverted))
+        said["num_rows"], said["in_range"] = int(said["num_rows"]), int(said["in_range"])
+        return RowsFile(**said, shard=(part, parts), diverted=known)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

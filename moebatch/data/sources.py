@@ -46,6 +46,8 @@ def find_sources(names: Sequence[str], *, input_format: InputFormat = "auto") ->
             f"{input_format!r} is not an input format",
             hint=f"one of: {', '.join(get_args(InputFormat))}",
         )
+    if list(names).count("-") > 1:
+        raise UsageError("standard input can be read only once, and - is given twice")
     return [source for name in names for source in _expand(name, input_format=input_format)]
 
 
