@@ -25,6 +25,7 @@ class RowCounts:
 
     succeeded: int = 0
     failed: int = 0
+    skipped: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     truncated_tokens: int = 0
@@ -36,13 +37,15 @@ class RowCounts:
     @property
     def total(self) -> int:
         """Rows, answered or not."""
-        return self.succeeded + self.failed
+        return self.succeeded + self.failed + self.skipped
 
     def add(self, outcome: Outcome) -> None:
         """Count one row's outcome."""
         if not isinstance(outcome, Completion):
-            self.failed += 1
-            self.by_error_code[outcome.code] += 1
+            self.skipped += outcome.skipped
+            self.failed += not outcome.skipped
+            if not outcome.skipped:
+                self.by_error_code[outcome.code] += 1
             return
         self.succeeded += 1
         self.prompt_tokens += len(outcome.request.prompt_token_ids)
@@ -83,6 +86,8 @@ class Report:
     memory_budget_bytes: int
     peak_rss_bytes: int
     rows: RowCounts
+    kept: RowCounts = field(default_factory=RowCounts)
+    work: Mapping[str, Any] = field(default_factory=dict)
     times: Times
     passes: int
     disk_read_bytes: int
@@ -94,7 +99,19 @@ class Report:
     def generation_throughput(self) -> float | None:
         """Generated tokens per second of prefill and decode (the paper's measure)."""
         seconds = self.times.prefill + self.times.decode
-        return self.rows.generated_tokens / seconds if seconds > 0 else None
+        return self.computed.generated_tokens / seconds if seconds > 0 else None
+
+    @property
+    def computed(self) -> RowCounts:
+        """What this session has computed: all rows, less those that an earlier one had answered."""
+        in_flight = self.work.get("resumed", {}).get("tokens_in_flight", 0)
+        return RowCounts(
+            succeeded=self.rows.succeeded - self.kept.succeeded,
+            prompt_tokens=self.rows.prompt_tokens - self.kept.prompt_tokens,
+            generated_tokens=max(
+                0, self.rows.generated_tokens - self.kept.generated_tokens - in_flight
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the report file."""
@@ -113,6 +130,7 @@ class Report:
                 "total": self.rows.total,
                 "succeeded": self.rows.succeeded,
                 "failed": self.rows.failed,
+                "skipped": self.rows.skipped,
                 "by_error_code": dict(self.rows.by_error_code),
             },
             "tokens": {
@@ -139,6 +157,7 @@ class Report:
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
             "warnings": list(self.warnings),
+            **self.work,
             **self._flat(),
         }
 
@@ -148,12 +167,14 @@ class Report:
 
     def summary(self, output: str) -> list[str]:
         """A few lines for the end of a run."""
-        rows, rate = self.rows, self.generation_throughput
+        rows, new, rate = self.rows, self.computed, self.generation_throughput
         lines = [
             f"{rows.total:,} rows in {format_duration(self.times.total)} · "
-            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed → {output}",
-            f"prefill {format_duration(self.times.prefill)} for {rows.prompt_tokens:,} prompt tokens · "
-            f"decode {format_duration(self.times.decode)} for {rows.generated_tokens:,} new tokens · "
+            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed"
+            + (f", {rows.skipped:,} skipped" if rows.skipped else "")
+            + f" → {output}",
+            f"prefill {format_duration(self.times.prefill)} for {new.prompt_tokens:,} prompt tokens · "
+            f"decode {format_duration(self.times.decode)} for {new.generated_tokens:,} new tokens · "
             f"load {format_duration(self.times.load)}",
         ]
         if self.plan is not None:
@@ -168,6 +189,8 @@ class Report:
                 f"predicted {job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
                 f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
             )
+        if self.kept.total:
+            lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
             lines.append(f"failed rows: {codes}")
@@ -231,7 +254,7 @@ class Report:
         }
 
     def _throughput(self) -> dict[str, float | None]:
-        rows, times = self.rows, self.times
+        rows, times = self.computed, self.times
         return {
             "requests_per_second": _rate(rows.succeeded, times.total),
             "input_tokens_per_second": _rate(rows.prompt_tokens, times.total),
@@ -246,13 +269,13 @@ class Report:
 
     def _flat(self) -> dict[str, Any]:
         """The names that vLLM's benchmark dashboards look for."""
-        tokens = self.rows.prompt_tokens + self.rows.generated_tokens
+        tokens, new = self.rows.prompt_tokens + self.rows.generated_tokens, self.computed
         return {
             "num_requests": self.rows.total,
             "elapsed_time": self.times.total,
             "total_num_tokens": tokens,
-            "requests_per_second": _rate(self.rows.succeeded, self.times.total),
-            "tokens_per_second": _rate(tokens, self.times.total),
+            "requests_per_second": _rate(new.succeeded, self.times.total),
+            "tokens_per_second": _rate(new.prompt_tokens + new.generated_tokens, self.times.total),
         }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import models
 import pytest
 import torch
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
 
 # No test measures the machine it runs on, unless it is about measuring.
 os.environ.setdefault("MOEBATCH_MACHINE", str(Path(__file__).parent / "machine.json"))
@@ -37,3 +39,26 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tup
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model(
+    tiny_models: Callable[[str], tuple[Any, Path]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A tiny Mixtral with a tokenizer whose tokens are the letters."""
+    source, path = tiny_models("mixtral")[1], tmp_path_factory.mktemp("lettered")
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(i + 29): i for i in range(3, 97)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    return path

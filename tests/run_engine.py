@@ -1,6 +1,6 @@
 """Runs the engine on token ids, for tests: no files of rows, no tokenizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,12 @@ def request(index: int, prompt: Sequence[int], **params: Any) -> Request:
 
 @contextmanager
 def open_engine(
-    path: Path, policy: Policy, *, compute: Any = "float32", **changes: Any
+    path: Path,
+    policy: Policy,
+    *,
+    compute: Any = "float32",
+    interrupted: Callable[[], bool] = lambda: False,
+    **changes: Any,
 ) -> Iterator[Engine]:
     """A loaded engine under a policy, with some of its fields changed."""
     model = resolve_model(str(path))
@@ -54,6 +59,7 @@ def open_engine(
             eos_token_ids=model.eos_token_ids,
             max_model_len=model.spec.max_model_len,
             compute=compute,
+            interrupted=interrupted,
         ) as engine,
     ):
         engine.load(threads=2)

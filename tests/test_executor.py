@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebatch.errors import Interrupted
 from moebatch.plan.pages import page_table
 from moebatch.plan.schedule import Lane, Op, Task, prologue, zigzag
 from moebatch.runtime.executor import Executor
@@ -321,3 +322,30 @@ def test_an_empty_pass() -> None:
     executor = Recorder().executor()
     assert within_patience(lambda: executor.run([])).spans == ()
     executor.close()
+
+
+def test_an_interrupt_ends_a_pass_also_while_it_waits() -> None:
+    """The page never comes; the caller's thread looks up and leaves."""
+    stop = threading.Event()
+    started = threading.Event()
+
+    def load(task: Task) -> None:
+        started.set()
+        stop.wait(10)
+
+    handlers = dict.fromkeys(Op, lambda task: None) | {Op.LOAD_PAGE: load}
+    executor = Executor(handlers, background=[Lane.DISK], interrupted=started.is_set)
+    try:
+        load_page = Task(Op.LOAD_PAGE, Lane.DISK, 0)
+        with pytest.raises(Interrupted):
+            executor.run([load_page, Task(Op.FFN, Lane.CPU, 0, deps=(load_page.key,))])
+    finally:
+        stop.set()
+        executor.close()
+
+
+def test_a_closed_executor_refuses_work() -> None:
+    executor = Executor(dict.fromkeys(Op, lambda task: None), background=[Lane.DISK])
+    executor.close()
+    with pytest.raises(AssertionError, match="closed"):
+        executor.run([])

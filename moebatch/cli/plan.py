@@ -77,13 +77,12 @@ def plan(
 ) -> None:
     """Print the policy for a job, its memory, its times and what binds it."""
     from moebatch.cli import plan_asked, plan_view
-    from moebatch.cli.run import check_choices
 
     if not model:
         raise UsageError("which model?", hint="name one with --model, for example mixtral-8x7b")
     if dataset and workload:
         raise UsageError("give a DATASET or --workload, not both")
-    check_choices(dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention=attention, ffn=ffn,
+    opt.check_choices(dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention=attention, ffn=ffn,
                   policy_space=policy_space)  # fmt: skip
     if plot is not None:
         plan_view.check_plot(plot)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moebatch.cli.this_machine import read_machine, this_machine
-from moebatch.data.counting import count_rows
 from moebatch.errors import ModelError, UsageError
 from moebatch.model.families.known import KNOWN
 from moebatch.model.resolve import LocalModel, resolve_model
@@ -123,7 +122,7 @@ def _model(name: str) -> tuple[LocalModel | None, ModelSpec]:
     known = next((model for model in KNOWN.values() if model.repo == name), None)
     if known is not None and not Path(name).is_dir():
         return None, known.spec
-    local = resolve_model(name)
+    local = resolve_model(name, weights=False)
     return local, local.spec
 
 
@@ -187,56 +186,49 @@ def _workload(dataset: Sequence[str], name: str | None, max_tokens: int | None,
     if not lengths:
         raise UsageError(f"no row of {', '.join(dataset)} can be planned for",
                          hint="moebatch validate says what is wrong with each row")  # fmt: skip
-    whole = len(lengths) < _LOOKED_AT
-    measured = WorkloadSpec.measure(lengths, complete=whole)
-    return measured if whole or total is None else measured.of_size(total)
+    measured = WorkloadSpec.measure(lengths, complete=True)
+    return measured if total <= _LOOKED_AT else measured.of_size(total)
 
 
 def _lengths(dataset: Sequence[str], max_tokens: int | None, local: LocalModel | None,
-             model: str) -> tuple[list[tuple[int, int]], int | None]:  # fmt: skip
+             model: str) -> tuple[list[tuple[int, int]], int]:  # fmt: skip
     """(prompt, generated) of the first rows, each choice of a row on its own; and all rows' number."""
     from itertools import islice
 
-    from moebatch.data.chat import load_chat_template
+    from moebatch.cli import asked, prompts
     from moebatch.data.columns import ColumnNames
-    from moebatch.data.params import sampling_defaults
-    from moebatch.data.parse import RequestBuilder
-    from moebatch.data.reader import read_rows
     from moebatch.data.requests import RowError
     from moebatch.data.tokenizer import load_tokenizer
 
     if local is None:
         try:
-            local = resolve_model(model, offline=True)
+            local = resolve_model(model, offline=True, weights=False)
         except ModelError:
             raise UsageError(
                 f"the rows are counted with {model}'s tokenizer, which is not on this machine",
                 hint="download the model once, or plan with --workload",
             ) from None
-    builder = RequestBuilder(
-        load_tokenizer(local.path),
-        chat_template=load_chat_template(local.path, override=None),
-        defaults=sampling_defaults(
-            local.generation_config, {} if max_tokens is None else {"max_tokens": max_tokens}
-        ),
-        vocab_size=local.spec.vocab_size,
-        max_model_len=local.spec.max_model_len,
-        on_too_long="skip",
-        truncation_side="left",
-        apply_chat_template="auto",
-        system=None,
-        strict=False,
-        columns=ColumnNames(),
-        model_name=model,
-    )
+    rows = asked.InputOptions(sources=list(dataset), input_format="auto", columns=ColumnNames(),
+                              limit=None, offset=0, subset=None, split=None)  # fmt: skip
+    wanted = asked.PromptOptions(
+        sampling={} if max_tokens is None else {"max_tokens": max_tokens}, strict=False,
+        generation_config="auto", chat_template=None, apply_chat_template="auto", system=None,
+        on_too_long="skip", truncation_side="left", max_model_len=None,
+    )  # fmt: skip
+    builder = prompts.request_builder(
+        local, wanted, tokenizer=load_tokenizer(local.path), columns=rows.columns,
+        template=prompts.chat_template(local, wanted), defaults=prompts.row_defaults(local, wanted),
+    )  # fmt: skip
     lengths: list[tuple[int, int]] = []
-    for row in islice(read_rows(list(dataset), columns=ColumnNames()), _LOOKED_AT):
-        request = None if isinstance(row, RowError) else builder.build(row)
-        if request is None or isinstance(request, RowError):
-            continue
-        length = (len(request.prompt_token_ids), request.params.max_tokens or 1)
-        lengths += [length] * request.params.n
-    return lengths, count_rows(list(dataset), limit=None, offset=0)
+    with rows.open() as data:
+        survey = data.survey(on_duplicate="row-error")
+        for row in islice(data.rows(survey), _LOOKED_AT):
+            request = None if isinstance(row, RowError) else builder.build(row)
+            if request is None or isinstance(request, RowError):
+                continue
+            length = (len(request.prompt_token_ids), request.params.max_tokens or 1)
+            lengths += [length] * request.params.n
+        return lengths, survey.num_rows
 
 
 def to_values(asked: Asked) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebatch.errors import ModelError
+from moebatch.errors import ModelError, UsageError
 from moebatch.model.checkpoint import read_json
 from moebatch.model.families import Family, family_of
 from moebatch.model.families.known import KNOWN
@@ -18,7 +18,8 @@ from moebatch.model.stored import quantization_of
 from moebatch.plan.model_spec import ModelSpec
 
 SHORT_NAMES: dict[str, str] = {name: known.repo for name, known in KNOWN.items()}
-_WANTED_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_WANTED_FILES = ["*.json", "tokenizer.model", "*.jinja"]
+_WEIGHTS = "*.safetensors"
 _DEMO = Path(__file__).parent.parent / "demo" / "model"
 
 
@@ -50,12 +51,15 @@ class LocalModel:
 
 
 def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | None = None,
-                  offline: bool = False) -> LocalModel:  # fmt: skip
-    """Find a model and read its configuration.
+                  offline: bool = False, weights: bool = True) -> LocalModel:  # fmt: skip
+    """Find a model and read its configuration; without `weights` a hub model's are not fetched.
 
+    Raises: UsageError for a revision of a directory.
     Raises: ModelError when it cannot be had, is incomplete, or is of an unsupported architecture.
     """
     path = Path(name).expanduser()
+    if revision is not None and (name == "demo" or path.is_dir()):
+        raise UsageError(f"--revision {revision} has no meaning for the local model {name}")
     if name == "demo":
         return _read(_DEMO, name=name, revision=None)
     if path.is_dir():
@@ -72,7 +76,8 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
             + ", ".join(SHORT_NAMES)
             + "; or give a hub id like org/name",
         )
-    found = _download(repo, revision=revision, cache_dir=cache_dir, offline=offline)
+    found = _download(repo, revision=revision, cache_dir=cache_dir, offline=offline,
+                      weights=weights)  # fmt: skip
     return _read(found, name=repo, revision=found.name)
 
 
@@ -109,7 +114,7 @@ def _eos_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) ->
 
 
 def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
-              offline: bool) -> Path:  # fmt: skip
+              offline: bool, weights: bool) -> Path:  # fmt: skip
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -132,7 +137,7 @@ def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
                 revision=revision,
                 cache_dir=cache_dir,
                 local_files_only=local_only,
-                allow_patterns=_WANTED_FILES,
+                allow_patterns=_WANTED_FILES + ([_WEIGHTS] if weights else []),
             )
         )
     except GatedRepoError:

@@ -24,7 +24,9 @@ class Router:
 def route(hidden: Tensor, router: Router, spec: RouterSpec, *, top_k: int,
           ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Expert weights [T, K] float32 and expert ids [T, K] of hidden [T, D]; see RouterSpec."""
-    logits = linear(hidden, router.weight, router.bias)
+    # A single token twice: the library adds up a vector in another order than a matrix.
+    several = hidden.expand(2, -1) if hidden.shape[0] == 1 else hidden
+    logits = linear(several, router.weight, router.bias)[: hidden.shape[0]]
     if spec.scores == "sparsemixer":
         return _sparsemixer(logits, top_k, spec.jitter)
     if spec.scores == "softmax_of_chosen":

@@ -4,14 +4,15 @@ Each pass carries every sequence in flight: one token of those that decode, prom
 that joined. Finished sequences leave after the pass, waiting ones take their places before the next.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from moebatch.data.requests import Choice, Completion, Outcome, Request, RowError
-from moebatch.errors import UsageError
+from moebatch.data.requests import Completion, Generated, Outcome, Request, RowError
+from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
@@ -76,8 +77,12 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
-                 max_model_len: int, compute: ComputeType = "float32") -> None:  # fmt: skip
-        """Allocate the page buffer and the KV cache; `load` reads the weights."""
+                 max_model_len: int, compute: ComputeType = "float32",
+                 interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+        """Allocate the page buffer and the KV cache; `load` reads the weights.
+
+        `interrupted` is asked between the steps of a run; True ends it with Interrupted.
+        """
         self._spec, self._policy = spec, policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
@@ -103,7 +108,11 @@ class Engine:
         )
         self._rope = Rope(spec.rope, spec.head_dim)
         self._forward = Forward(spec=spec, store=self._store, kv=self._kv)
-        self._executor = Executor(self._forward.handlers, background=[Lane.DISK])
+        self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
+                                  interrupted=interrupted)  # fmt: skip
+        self._interrupted = interrupted
+        self._admission: Admission | None = None
+        self._ended: dict[int, list[Sequence]] = {}
         self._schedules: dict[int, list[Task]] = {}
         self.stats = EngineStats()
 
@@ -125,24 +134,36 @@ class Engine:
         """Completions in the order in which they end; `on_pass` is called after every pass.
 
         Requests are taken from the iterable only as the batch has room for them.
+        Raises: Interrupted when it was asked to stop; `in_flight` then tells what there is.
         """
         admission = Admission(self._policy, kv=self._kv, requests=requests, start=self._sequences)
-        finished: dict[int, list[Choice]] = {}
+        self._admission = admission
         while admission.fill():
-            yield from admission.take_refused()
+            if self._interrupted():
+                raise Interrupted
+            yield from self._refused(admission)
             if not admission.active:
                 continue
             broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
-                finished.pop(request.index, None)
+                self._ended.pop(request.index, None)
                 admission.drop(request.index)
                 yield _not_finite(request)
             for sequence in [s for s in admission.active if s.finish is not None]:
                 admission.leave(sequence)
-                yield from _collect(finished, sequence)
+                yield from self._collect(sequence)
             self.stats.in_flight = len(admission.active)
             on_pass(self.stats)
-        yield from admission.take_refused()
+        yield from self._refused(admission)
+
+    def in_flight(self) -> Iterator[tuple[Request, Generated]]:
+        """What there is of the requests that are not answered yet; views that a pass changes."""
+        if self._admission is None:
+            return
+        under_way = [*self._admission.active, *self._admission.waiting]
+        for sequence in itertools.chain(under_way, *self._ended.values()):
+            if sequence.generated:
+                yield sequence.request, sequence.to_generated()
 
     @property
     def disk_read_bytes(self) -> int:
@@ -166,22 +187,45 @@ class Engine:
         self.close()
 
     def _sequences(self, request: Request) -> list[Sequence]:
-        """The sequences of a request, one for each choice."""
-        return [
-            Sequence(
-                request,
-                choice,
-                StopChecker(
-                    request.params,
-                    eos_token_ids=self._eos,
-                    prompt_len=len(request.prompt_token_ids),
-                    max_model_len=self._max_model_len,
-                    open_stream=self._open_stream,
-                    decode=self._decode,
-                ),
-            )
-            for choice in range(request.params.n)
-        ]
+        """The sequences of a request that have something to do, one for each choice.
+
+        Choices that ended in an earlier run wait for the others as if they had ended in this one.
+        """
+        sequences = [self._sequence(request, choice) for choice in range(request.params.n)]
+        for earlier in request.resumed:
+            if earlier.choice < len(sequences):
+                sequences[earlier.choice].resume(earlier)
+        if all(sequence.finish for sequence in sequences):  # then nothing would bring them out
+            sequences[-1] = self._sequence(request, len(sequences) - 1)
+        if ended := [sequence for sequence in sequences if sequence.finish]:
+            self._ended[request.index] = ended
+        return [sequence for sequence in sequences if not sequence.finish]
+
+    def _sequence(self, request: Request, choice: int) -> Sequence:
+        checker = StopChecker(
+            request.params,
+            eos_token_ids=self._eos,
+            prompt_len=len(request.prompt_token_ids),
+            max_model_len=self._max_model_len,
+            open_stream=self._open_stream,
+            decode=self._decode,
+        )
+        return Sequence(request, choice, checker)
+
+    def _refused(self, admission: Admission) -> Iterator[RowError]:
+        for error in admission.take_refused():
+            self._ended.pop(error.index, None)
+            yield error
+
+    def _collect(self, sequence: Sequence) -> Iterator[Completion]:
+        """Keep a sequence that ended until the other choices of its request are there."""
+        request = sequence.request
+        ended = self._ended.setdefault(request.index, [])
+        ended.append(sequence)
+        if len(ended) == request.params.n:
+            del self._ended[request.index]
+            choices = sorted((s.to_choice() for s in ended), key=lambda choice: choice.index)
+            yield Completion(request=request, choices=tuple(choices))
 
     def _pass(self, active: list[Sequence]) -> list[Sequence]:
         """Compute one pass and sample; the sequences whose logits were not finite."""
@@ -224,11 +268,12 @@ class Engine:
             allowed = budget if sequence.remaining_prompt else 1
             if allowed == 0:
                 continue
-            segment = sequence.segment(allowed)
+            segments = sequence.segments(allowed)
             if sequence.remaining_prompt:
-                budget -= len(segment.token_ids)
-            self._kv.extend(sequence.blocks, segment.end)
-            groups.setdefault(sequence.micro_batch, []).append((sequence, segment))
+                budget -= segments[-1].end - sequence.computed
+            self._kv.extend(sequence.blocks, segments[-1].end)
+            group = groups.setdefault(sequence.micro_batch, [])
+            group += [(sequence, segment) for segment in segments]
         return [groups[j] for j in sorted(groups)]
 
     def _schedule(self, num_micro_batches: int) -> list[Task]:
@@ -270,13 +315,3 @@ def _not_finite(request: Request) -> RowError:
         code="non_finite_logits",
         message="the model produced logits that are not finite (NaN or infinity)",
     )
-
-
-def _collect(finished: dict[int, list[Choice]], sequence: Sequence) -> Iterator[Completion]:
-    """Keep a choice until the other choices of its request are there."""
-    request = sequence.request
-    choices = finished.setdefault(request.index, [])
-    choices.append(sequence.to_choice())
-    if len(choices) == request.params.n:
-        ordered = sorted(finished.pop(request.index), key=lambda choice: choice.index)
-        yield Completion(request=request, choices=tuple(ordered))

@@ -10,18 +10,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from moebatch.errors import Interrupted
 from moebatch.plan.schedule import Key, Lane, Op, Task
 from moebatch.plan.timeline import Span, Timeline
 
 Handler = Callable[[Task], None]
 
+_LOOK_UP_S = 0.25
+
 
 class Executor:
     """Lanes and the record of what has ended. Close it when the last pass is done."""
 
-    def __init__(self, handlers: Mapping[Op, Handler], *, background: Iterable[Lane]) -> None:
-        """`background` lanes get a thread each; every other task runs in the caller's thread."""
+    def __init__(self, handlers: Mapping[Op, Handler], *, background: Iterable[Lane],
+                 interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+        """`background` lanes get a thread each; every other task runs in the caller's thread.
+
+        `interrupted` is asked before each task of the caller's thread; True ends the pass.
+        """
         self._handlers = dict(handlers)
+        self._interrupted = interrupted
         self._done: set[Key] = set()
         self._before: set[Key] = set()
         self._spans: list[Span] = []
@@ -43,8 +51,10 @@ class Executor:
         """Execute one pass; returns when the caller's lane has run all of its tasks.
 
         The timeline holds what ended since the last call, so also late loads of the pass before.
-        Raises: whatever a task raised, on any lane; the executor is then of no further use.
+        Raises: Interrupted, or whatever a task raised, on any lane; the executor is then of no
+        further use.
         """
+        assert not self._closing, "the executor is closed"
         self._before, self._done = self._done, set()
         start = time.perf_counter()
         work = _Work(tasks, self._done, self._before)
@@ -52,7 +62,7 @@ class Executor:
             lane_queue.put(_Work([t for t in tasks if t.lane is lane], work.done, work.before))
         own = [t for t in tasks if t.lane not in self._queues]
         try:
-            self._drain(_Work(own, work.done, work.before))
+            self._drain(_Work(own, work.done, work.before, own=True))
         except BaseException as error:  # a later run must not wait for what will never end
             self._fail(error)
             raise
@@ -99,21 +109,28 @@ class Executor:
                 self._changed.notify_all()
 
     def _wait(self, task: Task, work: "_Work") -> None:
-        if work.ready(task):
-            return
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._failure is not None or work.ready(task)
-            )
+        """Until the task may start; the caller's thread looks up now and then for an interrupt."""
+        while not (work.own and self._interrupted()):
+            if work.ready(task):
+                return
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._closing or self._failure is not None or work.ready(task),
+                    timeout=_LOOK_UP_S if work.own else None,
+                ):
+                    return
+        raise Interrupted
 
 
 class _Work:
     """A lane's share of a pass, with the records that its dependencies are looked up in."""
 
-    __slots__ = ("before", "done", "tasks")
+    __slots__ = ("before", "done", "own", "tasks")
 
-    def __init__(self, tasks: Sequence[Task], done: set[Key], before: set[Key]) -> None:
-        self.tasks, self.done, self.before = tasks, done, before
+    def __init__(self, tasks: Sequence[Task], done: set[Key], before: set[Key], *,
+                 own: bool = False) -> None:  # fmt: skip
+        """`own`: the share of the caller's thread."""
+        self.tasks, self.done, self.before, self.own = tasks, done, before, own
 
     def ready(self, task: Task) -> bool:
         return self.done.issuperset(task.deps) and self.before.issuperset(task.carried)
