@@ -4,8 +4,10 @@ Everything but the model is real: lock, manifest, journal, snapshots, output. Th
 played: from the fatal call on no write has any effect, and what was only buffered is lost.
 """
 
+import contextlib
 import os
 import random
+import shutil
 from collections import Counter
 
 import pytest
@@ -164,20 +166,27 @@ def test_the_input_may_change_between_two_starts(block, tmp_path, monkeypatch) -
 
 
 def test_an_output_that_is_there_stays_whole(tmp_path, monkeypatch) -> None:
-    """While a grown input is computed, and at every step of the exchange."""
-    for case in range(CASES // 8):
-        rng = random.Random(40_000 + case)
-        folder = tmp_path / str(case)
-        folder.mkdir()
-        columns = random_columns(rng, 6)
-        life = Life(rng, folder, monkeypatch)
-        run_session(life.out, columns, FakeEngine(batch=3), KeepOptions())
-        before = life.out.read_bytes()
-        columns += random_columns(rng, 3, first=500)
-        plain = uninterrupted(folder / "plain.jsonl", columns, monkeypatch)
-        while not life.session(columns):
-            assert life.out.read_bytes() in (before, plain)
-        assert life.out.read_bytes() == plain
+    """Death at each single write of a run that replaces an output, with what follows."""
+    rng = random.Random(4)
+    first, more = random_columns(rng, 6), random_columns(rng, 3, first=500)
+    (tmp_path / "done").mkdir()
+    run_session(tmp_path / "done" / "out.jsonl", first, FakeEngine(batch=3), KeepOptions())
+    before = (tmp_path / "done" / "out.jsonl").read_bytes()
+    plain = uninterrupted(tmp_path / "plain.jsonl", first + more, monkeypatch)
+    deaths = 0
+    for lives in range(1, 1000):
+        out = shutil.copytree(tmp_path / "done", tmp_path / str(lives)) / "out.jsonl"
+        system = mortal(monkeypatch, rng, lives=lives)
+        with contextlib.suppress(Killed):
+            run_session(out, first + more, FakeEngine(batch=3), KeepOptions(checkpoint_steps=2))
+        monkeypatch.undo()
+        assert out.read_bytes() in (before, plain)
+        run_session(out, first + more, FakeEngine(batch=3), KeepOptions())
+        assert out.read_bytes() == plain
+        deaths += system.dead
+        if not system.dead:
+            break
+    assert deaths > 30
 
 
 def test_rows_are_on_the_disk_before_their_tokens_and_the_output_depend_on_it(
