@@ -599,7 +599,7 @@ import importlib, pkgutil, sys
 import moebatch.data
 for module in pkgutil.iter_modules(moebatch.data.__path__):
     importlib.import_module(f"moebatch.data.{module.name}")
-heavy = "torch numpy pyarrow datasets tokenizers sentencepiece jinja2 transformers".split()
+heavy = "torch pyarrow datasets tokenizers sentencepiece jinja2 transformers".split()
 sys.exit(" ".join(name for name in heavy if name in sys.modules) or 0)
 """
     done = subprocess.run(

@@ -69,7 +69,7 @@ class Quantization:
 class Stored:
     """One source: `entries` are its numbers and then, if quantised, scales, zeros and group indices.
 
-    `shape` is that of the decoded matrix; `bits` and `group` of integers: inputs that share a scale.
+    `shape` is that of the decoded matrix.
     """
 
     kind: Kind
