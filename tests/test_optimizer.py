@@ -153,7 +153,7 @@ def test_within_the_budget_or_refused_with_a_budget_that_works(
             chosen(spec, workload, named - 2**20, fixed)
     else:
         assert memory.total <= budget
-    assert memory == memory_of(spec, policy, base_bytes=BASE)
+    assert memory == memory_of(spec, policy, base_bytes=BASE, workload=workload)
     running = memory.kv_cache + memory.activations + memory.logits
     weights = memory.base + memory.vocabulary + memory.resident_weights + memory.page_buffer
     assert memory.total == weights + max(memory.loading, running)

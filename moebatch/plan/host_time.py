@@ -172,7 +172,8 @@ class HostTime:
         products = self._product(one, per_expert, kept, touched)
         products = products + self._base_ffn(tokens, kept_base, dense=False)
         group = self._around("group", tokens * spec.hidden_size, 1.0)
-        return products + group
+        visits = self._around(Op.FFN, tokens * spec.top_k * spec.hidden_size, 0.0)
+        return products + group + visits
 
     def _head(self, rows: Amount) -> Amount:
         spec = self._spec

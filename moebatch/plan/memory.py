@@ -16,7 +16,10 @@ from moebatch.plan.policy import KV_BLOCK_TOKENS
 
 Amount = Any  # a whole number of bytes, or an array of them
 FLOAT = 4
-_EXPERT_TILE_BYTES = 2 * (1 << 22) * FLOAT + (1 << 22) * FLOAT  # gate and up, their product, gather
+_MAX_INTERMEDIATE = 1 << 22  # numbers of gate and up that one expert call makes (model.experts)
+# Streamed pages' work space in the library that multiplies with them, and the heap's holes.
+_STREAM_WORK_PAGES, _STREAM_WORK_BYTES = 6, 128 << 20
+_MAX_GATHER = 64 << 20  # bytes of keys and values that one attention call brings together
 _LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
 MAX_LOGIT_ROWS = 128
 LOADERS = 2  # threads that read and pack resident pages: more would cost a page of memory each
@@ -98,19 +101,31 @@ def kv_cache_bytes(spec: ModelSpec, *, kv_blocks: Amount, batch_size: Amount,
     return layer_block * ((spec.num_layers - windowed) * kv_blocks + windowed * rings)
 
 
-def activation_bytes(spec: ModelSpec, tokens: Amount) -> Amount:
-    """Hidden states of a pass of T tokens, one micro-batch's attention, one expert's tile.
+def activation_bytes(spec: ModelSpec, *, pass_tokens: Amount, micro_tokens: Amount,
+                     kv_blocks: Amount) -> Amount:  # fmt: skip
+    """Hidden states of a pass, one micro-batch's attention, one expert call.
 
     Per token of the pass: hidden, normed, routing. Per token of the largest micro-batch: the norm,
-    qkv, rotated q and k, expanded keys and values, attention and its projection.
+    qkv as multiplied and in float32, q and k while they are rotated.
     """
-    per_pass = 2 * spec.hidden_size * FLOAT + 24 * spec.top_k
-    per_token = (3 * spec.hidden_size + 6 * spec.q_size + 4 * spec.kv_size) * FLOAT
-    return tokens * per_pass + tokens * per_token + _EXPERT_TILE_BYTES + 3 * _gather_bytes()
+    per_pass = 6 * spec.hidden_size + 24 * spec.top_k
+    heads = 3 * spec.q_size + 2 * spec.kv_size
+    per_token = (spec.hidden_size + heads) * FLOAT + 6 * spec.qkv_rows
+    calls = _expert_bytes(spec, pass_tokens) + _gather(spec, kv_blocks)
+    return np.ceil(pass_tokens * per_pass + micro_tokens * per_token) + calls
 
 
-def _gather_bytes() -> int:
-    return 64 << 20
+def _expert_bytes(spec: ModelSpec, tokens: Amount) -> Amount:
+    """One expert call: gate and up, their product, and the rows in and out."""
+    size = max(1, spec.expert_size, spec.dense_size, spec.shared_size)
+    rows = np.minimum(tokens, max(64, _MAX_INTERMEDIATE // (2 * size)))
+    return rows * (4 * size + 3 * spec.hidden_size) * FLOAT
+
+
+def _gather(spec: ModelSpec, kv_blocks: Amount) -> Amount:
+    """Keys and values of one attention call, as they lie in the cache and in float32."""
+    everything = kv_blocks * KV_BLOCK_TOKENS * spec.kv_numbers * FLOAT
+    return 2 * np.minimum(_MAX_GATHER, everything)
 
 
 def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:
@@ -118,10 +133,12 @@ def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:
     return np.minimum(batch_size, MAX_LOGIT_ROWS) * spec.vocab_size * FLOAT * _LOGIT_COPIES
 
 
-def host_memory(spec: ModelSpec, *, batch_size: Amount, prefill_tokens: Amount, kv_blocks: Amount,
-                attention_pages: Amount, expert_pages: Amount, page_slots: Amount, kv_dtype: str,
-                base_bytes: int) -> MemoryPlan:  # fmt: skip
+def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, micro_tokens: Amount,
+                kv_blocks: Amount, attention_pages: Amount, expert_pages: Amount,
+                page_slots: Amount, kv_dtype: str, base_bytes: int) -> MemoryPlan:  # fmt: skip
     """Peak host memory when so many pages stay; `base_bytes` is what the process takes before any.
+
+    `pass_tokens` go through a layer in one pass, at most `micro_tokens` in one micro-batch.
 
     Attention pages are spread evenly, so those that stay are of average size.
     """
@@ -135,14 +152,20 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, prefill_tokens: Amount, 
         vocabulary=vocabulary_bytes(spec),
         resident_weights=np.ceil(attention_pages * mean) + expert_pages * expert,
         page_buffer=np.minimum(page_slots, streamed) * slot
-        + np.where(streamed > 0, decoding_bytes(spec), 0),
+        + np.where(streamed > 0, decoding_bytes(spec) + _stream_work(spec), 0),
         loading=loading_bytes(spec, staged),
         kv_cache=kv_cache_bytes(
             spec, kv_blocks=kv_blocks, batch_size=batch_size, kv_dtype=kv_dtype
         ),
-        activations=activation_bytes(spec, prefill_tokens + batch_size),
+        activations=activation_bytes(
+            spec, pass_tokens=pass_tokens, micro_tokens=micro_tokens, kv_blocks=kv_blocks
+        ),
         logits=logit_bytes(spec, batch_size),
     )
+
+
+def _stream_work(spec: ModelSpec) -> int:
+    return min(_STREAM_WORK_PAGES * expert_page_bytes(spec), _STREAM_WORK_BYTES)
 
 
 def in_bytes(plan: MemoryPlan) -> MemoryPlan:

@@ -1,7 +1,9 @@
 """Chooses a policy for a model, a workload and a machine; what a policy's shares stand for."""
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.host_time import HostTime
 from moebatch.plan.job_time import JobTime, predict
 from moebatch.plan.machine import MachineSpec
@@ -9,7 +11,7 @@ from moebatch.plan.memory import MemoryPlan, host_memory, in_bytes
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import PageTable, page_table
 from moebatch.plan.policy import Overrides, Policy
-from moebatch.plan.search_host import HostModel, candidates, search_host
+from moebatch.plan.search_host import HostModel, candidates, pass_sizes, search_host
 from moebatch.plan.workload import WorkloadSpec
 
 
@@ -48,20 +50,28 @@ def num_pages(spec: ModelSpec) -> int:
     return spec.num_layers + spec.num_expert_pages
 
 
-def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan:
-    """Peak host memory under a policy; `base_bytes` is what the process takes before any weights."""
+def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
+              workload: WorkloadSpec | None = None) -> MemoryPlan:  # fmt: skip
+    """Peak host memory under a policy; `base_bytes` is what the process takes before any weights.
+
+    Without a workload, every pass is taken to be as large as the policy allows.
+    """
     attention_pages, expert_pages = resident_pages(spec, policy)
+    largest = policy.prefill_tokens + policy.batch_size
+    sizes = {"pass_tokens": largest, "micro_tokens": largest}
+    if workload is not None:
+        sizes = pass_sizes(workload, policy.batch_size, policy.prefill_tokens)
     return in_bytes(
         host_memory(
             spec,
             batch_size=policy.batch_size,
-            prefill_tokens=policy.prefill_tokens,
             kv_blocks=policy.kv_blocks,
             attention_pages=attention_pages,
             expert_pages=expert_pages,
             page_slots=policy.page_slots,
             kv_dtype=policy.kv_dtype,
             base_bytes=base_bytes,
+            **sizes,
         )
     )
 
@@ -79,13 +89,22 @@ def choose(spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec, com
         model, candidates(spec, workload, fixed), memory_bytes=memory_bytes,
         micro_batch=fixed.micro_batch_size,
     )  # fmt: skip
-    policy, memory, _ = found[0]
-    return Plan(
-        policy=policy,
-        memory=memory,
-        job=job_time(spec, workload, policy, machine=machine, compute=compute),
-        alternatives=tuple((other, rate) for other, _, rate in found[1:]),
-    )
+    if workload.num_sequences is not None:
+        # The search's objective is that of a long job; of its best, and of the largest batch, the one
+        # whose passes, each followed, end first.
+        whole = replace(fixed, batch_size=workload.num_sequences or 1)
+        with suppress(NoFeasiblePolicy):
+            grid = candidates(spec, workload, whole if fixed.batch_size is None else fixed)
+            found += search_host(model, grid, memory_bytes=memory_bytes,
+                                 micro_batch=fixed.micro_batch_size)[:1]  # fmt: skip
+    followed = [
+        (job_time(spec, workload, policy, machine=machine, compute=compute), policy, memory)
+        for policy, memory, _ in found
+    ]
+    followed.sort(key=lambda one: -one[0].throughput)
+    job, policy, memory = followed[0]
+    others = {other: each.throughput for each, other, _ in followed[1:] if other != policy}
+    return Plan(policy=policy, memory=memory, job=job, alternatives=tuple(others.items()))
 
 
 def job_time(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, machine: MachineSpec,

@@ -24,6 +24,7 @@ _PREFILL_CHOICES = (16384, 8192, 4096, 2048, 1024, 512)  # of equals the first: 
 _MAX_BATCH = 4096
 _MICRO_BATCH = 64
 _PAGE_LEVELS = 64
+_UNEVEN = 1.15  # the fullest micro-batch over the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class HostModel:
         return host_memory(
             self.spec,
             batch_size=at.batch,
-            prefill_tokens=at.prefill_tokens,
+            **pass_sizes(self._workload, at.batch, at.prefill_tokens),
             kv_blocks=self.kv_blocks(at.batch) if kv_blocks is None else kv_blocks,
             attention_pages=at.attention_pages,
             expert_pages=at.expert_pages,
@@ -119,7 +120,6 @@ class HostModel:
         work, spec = self._workload, self.spec
         batch = int(at.batch[k])
         blocks = int(self.kv_blocks(batch))
-        longest = ceil((work.max_prompt + work.max_gen) / KV_BLOCK_TOKENS)
         extra = int(max(0.0, spare_bytes) // kv_block_bytes(spec, self._kv_dtype))
         kept = at.attention_pages[k] + at.expert_pages[k]
         return Policy(
@@ -128,7 +128,7 @@ class HostModel:
             weights_resident=float(kept / (spec.num_layers + spec.num_expert_pages)),
             prefill_tokens=int(at.prefill_tokens[k]),
             page_slots=int(self.page_slots(at.attention_pages[k], at.expert_pages[k])),
-            kv_blocks=max(blocks, min(blocks + extra, batch * longest)),
+            kv_blocks=max(blocks, min(blocks + extra, most_blocks(work, batch))),
             kv_dtype=self._kv_dtype,
         )
 
@@ -208,6 +208,43 @@ def _prefill_choices(workload: WorkloadSpec, fixed: Overrides) -> Sequence[int]:
         return _PREFILL_CHOICES
     total = workload.num_sequences * workload.mean_prompt
     return [n for n in _PREFILL_CHOICES if n < 2 * total] or _PREFILL_CHOICES[-1:]
+
+
+def most_blocks(workload: WorkloadSpec, batch: int) -> int:
+    """Blocks that a batch can come to need: of its longest rows, or of a batch drawn from the lengths
+    that were seen, with four standard deviations to spare."""
+    longest = ceil((workload.max_prompt + workload.max_gen) / KV_BLOCK_TOKENS)
+    if not workload.lengths:
+        return batch * longest
+    blocks = np.ceil(np.array(workload.lengths).sum(axis=1) / KV_BLOCK_TOKENS)
+    if workload.num_sequences == len(blocks):
+        return int(np.sort(blocks)[::-1][:batch].sum())
+    drawn = batch * float(blocks.mean()) + 4 * float(blocks.std()) * batch**0.5
+    return int(min(batch * longest, ceil(drawn) + longest))
+
+
+def pass_sizes(workload: WorkloadSpec, batch: Amount, prefill_tokens: Amount,
+               micro_batch: int = _MICRO_BATCH) -> dict[str, Amount]:  # fmt: skip
+    """Tokens of the largest pass and of its largest micro-batch, for `host_memory`.
+
+    Micro-batches are filled evenly (Algorithm 2), to within the longest prompt.
+    """
+    prompts = np.minimum(prefill_tokens, most_prompt_tokens(workload, batch))
+    calls = np.ceil(batch / micro_batch)
+    even = prompts / calls * _UNEVEN + workload.max_prompt
+    micro = np.minimum(prompts, even) + np.minimum(batch, micro_batch)
+    return {"pass_tokens": prompts + batch, "micro_tokens": micro}
+
+
+def most_prompt_tokens(workload: WorkloadSpec, batch: Amount) -> Amount:
+    """Prompt tokens that a batch can come to hold, as `most_blocks` counts blocks."""
+    if not workload.lengths:
+        return batch * workload.max_prompt
+    prompts = np.array([prompt for prompt, _ in workload.lengths], dtype=float)
+    drawn = batch * prompts.mean() + 4 * prompts.std() * np.sqrt(batch) + workload.max_prompt
+    if workload.num_sequences == len(prompts):
+        drawn = np.minimum(drawn, prompts.sum())
+    return np.minimum(batch * workload.max_prompt, drawn)
 
 
 def _mean_blocks(workload: WorkloadSpec) -> float:

@@ -6,9 +6,11 @@ quartile counts: a neighbour on a shared machine only ever adds.
 """
 
 import os
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,8 +37,10 @@ _CONTEXTS = (32, 64, 128, 256, 512, 1024)
 _LENGTHS = (16, 64, 128, 256, 512)
 _MOST_TOKENS, _FEW_ROWS = 1024, 16
 _HIDDEN, _EXPERT, _EXPERTS = 1024, 2048, 12  # 151 MB: no cache holds them all
+_SMALL_EXPERT, _SMALL_EXPERTS = 512, 48
+_FEW_TOKENS, _MANY_TOKENS = 8, 128
 _PAGE = 16 << 20
-_DISK_BYTES = 256 << 20
+_DISK_PAGES = 16
 _PRE, _ATTN, _POST = (Task(op, Lane.CPU, 0) for op in (Op.PRE_ATTN, Op.CPU_ATTN, Op.POST_ATTN))
 Step = Callable[[str], None]
 
@@ -100,34 +104,45 @@ def disk_bandwidth(directory: Path) -> float:
     directory.mkdir(parents=True, exist_ok=True)
     block = os.urandom(_PAGE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="moebatch-probe-") as file:
-        for _ in range(_DISK_BYTES // _PAGE):
+        for _ in range(_DISK_PAGES):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return _read_rate(file.fileno(), _DISK_BYTES)
+        return _read_rate(file.fileno())
 
 
 def file_bandwidth(path: Path) -> float:
-    """The same for a file that is there already, such as a checkpoint; reads 128 MiB of it at most."""
+    """The same for a file that is there already, such as a checkpoint; reads 256 MiB of it at most."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return _read_rate(descriptor, min(os.fstat(descriptor).st_size, _DISK_BYTES // 2))
+        return _read_rate(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _read_rate(descriptor: int, num_bytes: int) -> float:
+def _read_rate(descriptor: int) -> float:
+    """Pages from all over the file: one part may lie in some cache below the operating system's.
+
+    They are read while all cores multiply, as in a pass: a reader alone would be faster.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        reading = pool.submit(_read_pages, descriptor)
+        matrix = torch.randn(_HIDDEN, _HIDDEN)
+        while not reading.done():
+            torch.mm(matrix, matrix)
+        return reading.result()
+
+
+def _read_pages(descriptor: int) -> float:
     buffer = memoryview(bytearray(_PAGE))
     drop = getattr(os, "posix_fadvise", None)
     if drop is not None:
         drop(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    start, position = time.perf_counter(), 0
-    while position < num_bytes:
-        got = os.preadv(descriptor, [buffer], position)
-        if got == 0:
-            break
-        position += got
-    return max(position, 1) / (time.perf_counter() - start)
+    pages = max(1, os.fstat(descriptor).st_size // _PAGE)
+    start, done = time.perf_counter(), 0
+    for page in sorted(random.sample(range(pages), min(pages, _DISK_PAGES))):
+        done += os.preadv(descriptor, [buffer], page * _PAGE)
+    return max(done, 1) / (time.perf_counter() - start)
 
 
 def host_rates(compute: ComputeType, *, step: Step = lambda name: None) -> HostRates:
@@ -139,65 +154,77 @@ def host_rates(compute: ComputeType, *, step: Step = lambda name: None) -> HostR
     step("attention")
     engine = _Hollow(compute)
     per_task, per_value = engine.around()
+    per_call, visit = _small_experts(compute, gemm["packed"])
     return HostRates(
         gemm=gemm,
         # The curves hold reading the weights, too: at one token nothing else counts.
         weight_bandwidth={form: curve(1.0) for form, curve in gemm.items()},
         decode_attention=engine.decode_curve(),
         prefill_attention=engine.prefill_curve(),
-        per_call_s=_per_call_s(compute),
+        per_call_s=per_call,
         per_task_s=per_task,
-        per_value_s=per_value,
+        per_value_s={**per_value, Op.FFN.value: visit},
         per_pass_s=engine.pass_s(1),
         per_row_s=max(0.0, (engine.pass_s(128) - engine.pass_s(1)) / 127),
         per_sample_s=_per_sample_s(),
     )
 
 
-def _expert_curve(form: Callable[[Tensor], Linear]) -> Curve:
-    """FLOP/s of an expert's FFN against its tokens, all that belongs to it included.
-
-    Every expert has weights of its own, together larger than any cache: they come from memory.
-    """
-    base = torch.randn(2 * _EXPERT, _HIDDEN).bfloat16()
-    experts = [
-        Expert(index=k, size=_EXPERT, gate_up=form(base.clone()),
-               down=form(base[:_EXPERT].t().contiguous()))
-        for k in range(_EXPERTS)
+def _experts(form: Callable[[Tensor], Linear], count: int, size: int) -> list[Expert]:
+    """Experts with weights of their own, together larger than any cache: they come from memory."""
+    base = torch.randn(2 * size, _HIDDEN).bfloat16()
+    return [
+        Expert(index=k, size=size, gate_up=form(base.clone()),
+               down=form(base[:size].t().contiguous()))
+        for k in range(count)
     ]  # fmt: skip
-    points = []
-    for tokens in _TOKENS:
-        output, hidden, rows = _even_rows(tokens, experts[0].gate_up.dtype)
 
-        def layer(
-            output: Tensor = output, hidden: Tensor = hidden, rows: ExpertRows = rows
-        ) -> None:
-            for expert in experts:
-                add_expert(output, hidden, rows, expert)
 
-        flops = 2.0 * tokens * _EXPERTS * 3 * _HIDDEN * _EXPERT
-        points.append((float(tokens), flops / timed(layer)))
+def _layer_s(experts: Sequence[Expert], tokens: int) -> float:
+    """Seconds of all experts, each with so many tokens, all that belongs to it included."""
+    output, hidden, rows = _even_rows(tokens, len(experts), experts[0].gate_up.dtype)
+
+    def layer() -> None:
+        for expert in experts:
+            add_expert(output, hidden, rows, expert)
+
+    return timed(layer)
+
+
+def _expert_curve(form: Callable[[Tensor], Linear]) -> Curve:
+    """FLOP/s of an expert's FFN against its tokens."""
+    experts = _experts(form, _EXPERTS, _EXPERT)
+    flops = 2.0 * _EXPERTS * 3 * _HIDDEN * _EXPERT
+    points = ((float(tokens), tokens * flops / _layer_s(experts, tokens)) for tokens in _TOKENS)
     return Curve(tuple(points))
 
 
-def _even_rows(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, ExpertRows]:
+def _even_rows(
+    tokens: int, num_experts: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, ExpertRows]:
     """Output, hidden states and routing where every expert gets so many of as many tokens."""
-    chosen = torch.arange(_EXPERTS).repeat(tokens)[:, None]
+    chosen = torch.arange(num_experts).repeat(tokens)[:, None]
     weights = torch.full((len(chosen), 1), 0.5)
     hidden = torch.randn(len(chosen), _HIDDEN).to(dtype)
-    rows = group_by_expert(weights, chosen, _EXPERTS)
+    rows = group_by_expert(weights, chosen, num_experts)
     return torch.zeros(len(chosen), _HIDDEN), hidden, rows
 
 
-def _per_call_s(compute: ComputeType) -> float:
-    """What an expert's visit takes however small it is."""
-    weight = torch.randn(128, 64).bfloat16()
-    expert = Expert(index=0, size=64, gate_up=pack(weight, compute),
-                    down=pack(weight[:64].contiguous(), compute))  # fmt: skip
-    x = torch.zeros(2, 64, dtype=expert.gate_up.dtype)
-    rows = group_by_expert(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64), 1)
-    output = torch.zeros(2, 64)
-    return timed(lambda: add_expert(output, x, rows, expert), seconds=0.05)
+def _small_experts(compute: ComputeType, curve: Curve) -> tuple[float, float]:
+    """What small experts take beyond their FLOPs at the rate of large ones: (a visit, a hidden value).
+
+    Rows are gathered and scattered whatever the expert's size, and each call has its own cost.
+    """
+    experts = _experts(lambda weight: pack(weight, compute), _SMALL_EXPERTS, _SMALL_EXPERT)
+
+    def beyond(tokens: int) -> float:
+        flops = 2.0 * tokens * 3 * _HIDDEN * _SMALL_EXPERT
+        taken = _layer_s(experts, tokens) / _SMALL_EXPERTS
+        return max(0.0, taken - flops / float(curve(tokens)))
+
+    few, many = beyond(_FEW_TOKENS), beyond(_MANY_TOKENS)
+    per_value = max(0.0, many - few) / ((_MANY_TOKENS - _FEW_TOKENS) * _HIDDEN)
+    return max(0.0, few - per_value * _FEW_TOKENS * _HIDDEN), per_value
 
 
 def _per_sample_s() -> float:
