@@ -185,7 +185,7 @@ class Broken(Exception):
     """What a handler raises."""
 
 
-@pytest.mark.parametrize("lane", list(Lane))
+@pytest.mark.parametrize("lane", [Lane.CPU, Lane.DISK])
 @pytest.mark.parametrize("nth", [0, 1, 5])
 def test_a_failure_reaches_the_caller(lane, nth) -> None:
     """On either lane, and `run` never hangs afterwards: it raises again."""
