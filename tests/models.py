@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -52,6 +55,32 @@ CONFIGS: dict[str, Any] = {
         **{k: v for k, v in {**BASE, **kw}.items() if k != "head_dim"}
     ),
     "qwen3": lambda **kw: Qwen3Config(**{**BASE, **kw}),
+    "qwen2_moe": lambda **kw: Qwen2MoeConfig(
+        **{
+            **BASE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            **kw,
+        }
+    ),
+    "olmoe": lambda **kw: OlmoeConfig(
+        **{**BASE, "num_experts": 7, "num_experts_per_tok": 3, "clip_qkv": 1.1, **kw}
+    ),
+    "gpt_oss": lambda **kw: GptOssConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "swiglu_limit": 1.2,
+            **kw,
+        }
+    ),
 }
 
 
@@ -72,6 +101,9 @@ def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
                 parameter.copy_(
                     noise * (0.5 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
                 )
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -89,6 +121,19 @@ def save(model: Any, directory: Path, *, dtype: torch.dtype = torch.float32,
     config["dtype"] = str(dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def num_params(model: Any) -> int:
+    """Parameters, with the router's biases, which some models hold as buffers."""
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return sum(tensor.numel() for tensor in (*model.parameters(), *biases))
+
+
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether the oracle would have given this answer: each token is its best after those before."""
+    with torch.no_grad():
+        best = model(torch.tensor([prompt + answer[:-1]])).logits[0].argmax(-1)
+    return bool(best[len(prompt) - 1 :].tolist() == answer)
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

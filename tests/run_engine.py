@@ -68,6 +68,14 @@ def run(
         return sorted(engine.run(requests), key=_index)
 
 
+def cached_numbers(path: Path) -> int:
+    """Numbers that one token has in the KV cache of a model."""
+    with open_engine(path, POLICY) as engine:
+        kv = engine._kv
+        pools = [pool.numel() for layer in kv._layers for pool in layer]
+        return sum(pools) // (kv.num_blocks * kv.block_tokens)
+
+
 def _index(outcome: Completion | RowError) -> int:
     return outcome.request.index if isinstance(outcome, Completion) else outcome.index
 

@@ -28,8 +28,9 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
     kv = KVCache(
         num_layers=spec.num_layers,
         num_blocks=sum(len(p) // 16 + 1 for p in prompts),
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.cache_heads,
+        head_dim=spec.cache_head_dim,
+        value_dim=spec.cache_value_dim,
         dtype=policy.kv_dtype,
     )
     tables: list[list[int]] = [[] for _ in prompts]

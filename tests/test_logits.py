@@ -6,7 +6,6 @@ from pathlib import Path
 
 import models
 import pytest
-import run_engine
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,26 +28,6 @@ def assert_logits_equal(model, path: Path, prompts, *, chunk: int, **changes) ->
         with torch.no_grad():
             reference = model(torch.tensor([prompt])).logits[0]
         assert (mine - reference).abs().max().item() < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", list(models.CONFIGS))
-@pytest.mark.parametrize("weights_resident", [0.0, 0.45, 1.0])
-def test_logits_equal_at_every_position(kind, weights_resident, tiny_models) -> None:
-    model, path = tiny_models(kind)
-    prompts = prompts_of(1, [1, 2, 33, 7, 16, 17])
-    for chunk in (64, 5):
-        assert_logits_equal(model, path, prompts, chunk=chunk, weights_resident=weights_resident)
-
-
-@pytest.mark.parametrize("kind", list(models.CONFIGS))
-@pytest.mark.parametrize("weights_resident", [0.0, 1.0])
-def test_greedy_text_equals_reference(kind, weights_resident, tiny_models) -> None:
-    model, path = tiny_models(kind)
-    prompts = prompts_of(2, [1, 3, 40, 16, 9, 21, 2, 2, 30])
-    reference = [models.reference_greedy(model, prompt, 12) for prompt in prompts]
-    requests = [run_engine.request(i, p, max_tokens=12) for i, p in enumerate(prompts)]
-    outcomes = run_engine.run(path, requests, weights_resident=weights_resident)
-    assert reference == run_engine.tokens(outcomes)
 
 
 def test_tied_embeddings_and_biases(tmp_path) -> None:

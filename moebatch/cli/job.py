@@ -23,6 +23,7 @@ from moebatch.data.writer import OutputWriter, check_output
 from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint, read_json
 from moebatch.model.resolve import LocalModel
+from moebatch.model.stored import locate
 from moebatch.plan.memory import LOADERS, MemoryPlan
 from moebatch.plan.optimizer import Overrides, choose
 from moebatch.plan.policy import Policy
@@ -285,9 +286,16 @@ class Computed:
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
-    """The data type that the experts really have: config.json is often wrong about it."""
-    part = model.family.expert_parts(model.spec, 0, 0)[0]
-    dtype = checkpoint.entry(part.sources[0]).dtype
+    """The data type that the experts really have: config.json is often wrong about it.
+
+    What is quantised is decoded to the type of the embedding.
+    """
+    layer = model.spec.last_sparse
+    part = model.family.expert_parts(model.spec, layer, 0)[0]
+    stored = locate(checkpoint, part.sources[0])
+    if stored.kind != "plain":
+        stored = locate(checkpoint, model.family.vocabulary_parts(model.spec)[0].sources[0])
+    dtype = stored.entries[0].dtype
     return replace(model, spec=replace(model.spec, weight_dtype=dtype))
 
 

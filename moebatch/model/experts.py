@@ -15,23 +15,42 @@ from moebatch.model.router import ExpertRows
 
 # Rows that one call carries: the intermediate [R, 2F] then stays within tens of MB.
 _MAX_INTERMEDIATE = 1 << 22
+_CLAMPED_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) is close to the normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expert:
-    """One expert's matrices: gate and up stacked [2F, D], down [D, F]."""
+    """One expert's matrices: gate and up stacked [2F, D], down [D, F]; their biases in float32.
+
+    `limit` clamps gate and up, and the activation is then that of gpt-oss.
+    """
 
     index: int
     size: int
     gate_up: Linear
     down: Linear
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
 
 
 def swiglu(x: Tensor, expert: Expert) -> Tensor:
-    """down(silu(gate x) * up x): x [R, D] -> [R, D], in the type in which the matrices compute."""
-    gate_up = expert.gate_up(x)
+    """down(silu(gate x) * up x): x [R, D] -> [R, D], in the type in which the matrices compute.
+
+    With a limit: gate sigmoid(1.702 gate) (up + 1), gate at most and up within the limit.
+    """
+    gate_up = _plus(expert.gate_up(x), expert.gate_up_bias)
     gate, up = gate_up[:, : expert.size], gate_up[:, expert.size :]
-    return expert.down(torch.mul(silu(gate), up))
+    if expert.limit is None:
+        inner = torch.mul(silu(gate), up)
+    else:
+        gate, up = gate.clamp(max=expert.limit), up.clamp(-expert.limit, expert.limit)
+        inner = gate * torch.sigmoid(_CLAMPED_ALPHA * gate) * (up + 1)
+    return _plus(expert.down(inner), expert.down_bias)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:

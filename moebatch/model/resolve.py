@@ -12,7 +12,8 @@ from typing import Any
 from moebatch.errors import ModelError
 from moebatch.model.checkpoint import read_json
 from moebatch.model.families import Family, family_of
-from moebatch.model.families.base import Part
+from moebatch.model.families.parts import Part
+from moebatch.model.stored import quantization_of
 from moebatch.plan.model_spec import ModelSpec
 
 SHORT_NAMES: dict[str, str] = {
@@ -54,7 +55,7 @@ class LocalModel:
         yield from family.vocabulary_parts(spec)
         for layer in range(spec.num_layers):
             yield from family.attention_parts(spec, layer)
-            for expert in range(spec.num_experts):
+            for expert in range(spec.experts_in(layer)):
                 yield from family.expert_parts(spec, layer, expert)
 
 
@@ -94,6 +95,7 @@ def _read(path: Path, *, name: str, revision: str | None) -> LocalModel:
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else None
     family = family_of(config)
+    quantization_of(config)  # refuses what cannot be read, before any weights are looked for
     return LocalModel(
         path=path,
         name=name,

@@ -47,9 +47,17 @@ def expert_page_bytes(spec: ModelSpec) -> int:
 
 
 def attention_page_bytes(spec: ModelSpec) -> int:
-    """A layer's projections, norms and router; the small parts are held in float32."""
-    router = spec.num_experts * spec.hidden_size if spec.has_router else 0
-    return spec.attention_params * DTYPE_BYTES[spec.weight_dtype] + router * FLOAT
+    """The largest attention page: projections, norms, router, the FFN of every token.
+
+    The small parts are held in float32.
+    """
+    return spec.largest_base_params * DTYPE_BYTES[spec.weight_dtype] + spec.float_params * FLOAT
+
+
+def all_attention_bytes(spec: ModelSpec) -> int:
+    """The attention pages of all layers."""
+    params = spec.all_base_params * DTYPE_BYTES[spec.weight_dtype]
+    return params + spec.num_layers * spec.float_params * FLOAT
 
 
 def loading_bytes(spec: ModelSpec, page_bytes: int) -> int:
@@ -57,7 +65,8 @@ def loading_bytes(spec: ModelSpec, page_bytes: int) -> int:
 
     The LM head is packed alone, before any page: its float32 copy and its bytes as read.
     """
-    matrix = max(2 * spec.expert_size, spec.q_size + 2 * spec.kv_size) * spec.hidden_size * FLOAT
+    widest = max(2 * spec.expert_size, 2 * spec.dense_size, 2 * spec.shared_size, spec.qkv_rows)
+    matrix = widest * spec.hidden_size * FLOAT
     head = spec.vocab_size * spec.hidden_size * (FLOAT + DTYPE_BYTES[spec.weight_dtype])
     pages = LOADERS * (page_bytes + matrix) if page_bytes else 0
     return max(pages, 0 if spec.tie_embeddings else head)

@@ -12,6 +12,7 @@ from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.memory import (
     MemoryPlan,
     activation_bytes,
+    all_attention_bytes,
     attention_page_bytes,
     expert_page_bytes,
     kv_block_bytes,
@@ -51,6 +52,8 @@ def table_of(spec: ModelSpec, policy: Policy) -> PageTable:
         spec.num_experts,
         resident_attention=attention,
         resident_experts=experts,
+        dense=spec.dense_layers,
+        base_ffn=[layer for layer in range(spec.num_layers) if spec.base_ffn_size(layer)],
     )
 
 
@@ -63,7 +66,7 @@ def resident_pages(spec: ModelSpec, policy: Policy) -> tuple[int, int]:
 
 def num_pages(spec: ModelSpec) -> int:
     """Pages of the whole model."""
-    return spec.num_layers * (spec.num_experts + 1)
+    return spec.num_layers + spec.num_expert_pages
 
 
 def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan:
@@ -71,7 +74,9 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int) -> MemoryPlan
     # Counts, not a page table: the search asks for thousands of policies.
     attention_pages, expert_pages = resident_pages(spec, policy)
     expert, attention = expert_page_bytes(spec), attention_page_bytes(spec)
-    resident = attention_pages * attention + expert_pages * expert
+    # attention pages are spread evenly, so those that stay are of average size
+    mean = all_attention_bytes(spec) / spec.num_layers
+    resident = round(attention_pages * mean) + expert_pages * expert
     slot = max(expert, attention) if attention_pages < spec.num_layers else expert
     staged = max(expert * (expert_pages > 0), attention * (attention_pages > 0))
     slots = min(policy.page_slots, num_pages(spec) - attention_pages - expert_pages)
@@ -189,9 +194,10 @@ def throughput(spec: ModelSpec, workload: WorkloadSpec, policy: Policy) -> float
     """
     attention_pages, expert_pages = resident_pages(spec, policy)
     streamed_attention = spec.num_layers - attention_pages
-    streamed_experts = spec.num_layers * spec.num_experts - expert_pages
+    streamed_experts = spec.num_expert_pages - expert_pages
     stream_s = (
-        streamed_attention * attention_page_bytes(spec) + streamed_experts * expert_page_bytes(spec)
+        streamed_attention * all_attention_bytes(spec) / spec.num_layers
+        + streamed_experts * expert_page_bytes(spec)
     ) / DISK_BYTES_PER_S
     token_s = 2 * spec.active_params / COMPUTE_FLOPS_PER_S
     # Each pass reads the resident weights once from memory, however few tokens it carries.

@@ -79,6 +79,8 @@ def prologue(table: PageTable, *, page_slots: int) -> list[Task]:
 def zigzag(table: PageTable, *, num_micro_batches: int, page_slots: int) -> list[Task]:
     """Layer by layer, every micro-batch through attention, then each expert once over all of them.
 
+    The FFN of every token, which lies in page 0, comes before the experts: FFN of page 0.
+
     While pages are used, the next ones come in: page k + page_slots is loaded into the slot that page
     k leaves, across the end of the pass into the next one. Buffer need: `page_slots` pages.
     """
@@ -93,13 +95,17 @@ def zigzag(table: PageTable, *, num_micro_batches: int, page_slots: int) -> list
             tasks.append(Task(Op.CPU_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
             tasks.append(Task(Op.POST_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
         routed = tuple((Op.POST_ATTN, layer, j, 0) for j in range(num_micro_batches))
-        tasks += _turn_over(table, order, (layer, ATTENTION_PAGE), page_slots, routed)
-        for page in range(1, table.num_pages):
+        ffns: tuple[Key, ...] = ()
+        if layer in table.base_ffn:
+            tasks.append(Task(Op.FFN, Lane.CPU, layer, page=ATTENTION_PAGE, deps=routed))
+            ffns = (tasks[-1].key,)
+        tasks += _turn_over(table, order, (layer, ATTENTION_PAGE), page_slots, routed + ffns)
+        for page in table.expert_pages(layer):
             wait, carried = _arrival(order, (layer, page), page_slots)
             ffn = Task(Op.FFN, Lane.CPU, layer, page=page, deps=routed + wait, carried=carried)
             tasks.append(ffn)
             tasks += _turn_over(table, order, (layer, page), page_slots, (ffn.key,))
-        last = tuple((Op.FFN, layer, 0, page) for page in range(1, table.num_pages))
+        last = ffns + tuple((Op.FFN, layer, 0, page) for page in table.expert_pages(layer))
     return tasks
 
 

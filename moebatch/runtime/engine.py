@@ -94,8 +94,9 @@ class Engine:
         self._kv = KVCache(
             num_layers=spec.num_layers,
             num_blocks=policy.kv_blocks,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_kv_heads=spec.cache_heads,
+            head_dim=spec.cache_head_dim,
+            value_dim=spec.cache_value_dim,
             dtype=policy.kv_dtype,
         )
         self._rope = Rope(spec.rope, spec.head_dim)

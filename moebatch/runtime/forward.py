@@ -6,17 +6,26 @@ G key/value heads, d head_dim.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from moebatch.model.attention import attend_decode, attend_prompt
+from moebatch.model.attention import (
+    absorb_queries,
+    attend_decode,
+    attend_prompt,
+    expand_latents,
+    release_values,
+)
 from moebatch.model.experts import add_expert
-from moebatch.model.layers import apply_rope, rms_norm
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
+from moebatch.model.weights import project
 from moebatch.plan.model_spec import ModelSpec
+from moebatch.plan.pages import ATTENTION_PAGE
 from moebatch.plan.schedule import Op, Task
-from moebatch.runtime.batch import Pass
+from moebatch.runtime.batch import DecodeGroup, Pass
 from moebatch.runtime.executor import Handler
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.weight_store import WeightStore
@@ -50,6 +59,8 @@ class Forward:
         """
         self._pass, self._wanted = one, wanted
         self._hidden = self._store.vocabulary.embedding[one.token_ids].float()
+        if self._spec.embedding_multiplier != 1.0:
+            self._hidden *= self._spec.embedding_multiplier
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._rows: ExpertRows | None = None
@@ -57,39 +68,30 @@ class Forward:
     def logits(self, tokens: Tensor) -> Tensor:
         """float32 logits [S, V] of the given tokens of the pass [S]."""
         vocabulary = self._store.vocabulary
-        hidden = self._hidden.index_select(0, tokens)
-        normed = rms_norm(hidden, vocabulary.final_norm, self._spec.rms_norm_eps)
-        return vocabulary.head(normed).float()
+        logits = vocabulary.head(
+            vocabulary.final_norm(self._hidden.index_select(0, tokens))
+        ).float()
+        if vocabulary.head_bias is not None:
+            logits += vocabulary.head_bias
+        return logits / self._spec.logits_divisor
 
     def _pre_attn(self, task: Task) -> None:
         """Norm, projections, rotation; keys and values go to the cache."""
-        spec, part = self._spec, self._pass.micro_batches[task.micro_batch]
+        part = self._pass.micro_batches[task.micro_batch]
         weights = self._store.attention(task.layer)
-        x = rms_norm(self._hidden[part.first : part.last], weights.input_norm, spec.rms_norm_eps)
-        qkv = weights.qkv(x).float()
-        if weights.qkv_bias is not None:
-            qkv += weights.qkv_bias
-        q, k, v = (
-            t.view(t.shape[0], -1, spec.head_dim)
-            for t in torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=1)
-        )
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = rms_norm(q, weights.q_norm, spec.rms_norm_eps)
-            k = rms_norm(k, weights.k_norm, spec.rms_norm_eps)
-        k = apply_rope(k, part.rope)
-        self._kv.write(task.layer, part.slots, k, v)
-        self._qkv = (apply_rope(q, part.rope), k, v)
+        x = weights.input_norm(self._hidden[part.first : part.last])
+        self._qkv = project(x, weights, self._spec, part.rope)
+        self._kv.write(task.layer, part.slots, *self._qkv[1:])
 
     def _cpu_attn(self, task: Task) -> None:
         """Softmax attention of a micro-batch: decode rows in groups, prompts one by one."""
         part = self._pass.micro_batches[task.micro_batch]
-        window = self._spec.layer_windows[task.layer]
         q, k, v = self._qkv
-        self._attended = torch.empty_like(q)
+        self._attended = torch.empty(q.shape[0], self._spec.attended_size)
         for group in part.decode:
             rows = slice(group.first, group.last)
             keys, values = self._kv.gather(task.layer, group.block_rows)
-            self._attended[rows] = attend_decode(q[rows], keys, values, group.masks[window])
+            self._attended[rows] = self._decode(task.layer, q[rows], keys, values, group).flatten(1)
         for run in part.prompts:
             rows = slice(run.first, run.last)
             if run.block_rows is None:
@@ -97,39 +99,82 @@ class Forward:
             else:
                 gathered = self._kv.gather(task.layer, run.block_rows)
                 keys, values = (x[0, :, : run.context].transpose(0, 1) for x in gathered)
-            self._attended[rows] = attend_prompt(q[rows], keys, values, window)
+            self._attended[rows] = self._prompt(task.layer, q[rows], keys, values).flatten(1)
+
+    def _decode(self, layer: int, q: Tensor, keys: Tensor, values: Tensor,
+                group: DecodeGroup) -> Tensor:  # fmt: skip
+        """Attention of rows [R, H, d] to their cached keys and values; latents are attended as such."""
+        spec, weights = self._spec, self._store.attention(layer)
+        mask = group.masks[spec.layer_windows[layer]]
+        if spec.latent is None:
+            return attend_decode(q, keys, values, mask, scale=spec.scale, sinks=weights.sinks)
+        assert weights.kv_b is not None
+        q = absorb_queries(q, weights.kv_b, spec.latent)
+        attended = attend_decode(q, keys, values, mask, scale=spec.scale)
+        return release_values(attended, weights.kv_b, spec.latent)
+
+    def _prompt(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one row's tokens [Q, H, d] to its context [C, G, d]; latents are expanded."""
+        spec, weights = self._spec, self._store.attention(layer)
+        if spec.latent is not None:
+            assert weights.kv_b is not None
+            keys, values = expand_latents(keys[:, 0], weights.kv_b, spec.latent)
+        window = spec.layer_windows[layer]
+        return attend_prompt(q, keys, values, window, scale=spec.scale, sinks=weights.sinks)
 
     def _post_attn(self, task: Task) -> None:
         """Output projection, residual, norm and router."""
         spec, part = self._spec, self._pass.micro_batches[task.micro_batch]
         weights = self._store.attention(task.layer)
         hidden = self._hidden[part.first : part.last]
-        hidden += weights.output(self._attended.flatten(1))
+        attended = weights.output(self._attended)
         if weights.output_bias is not None:
-            hidden += weights.output_bias
-        normed = rms_norm(hidden, weights.post_norm, spec.rms_norm_eps)
+            attended = attended + weights.output_bias
+        if spec.residual_multiplier != 1.0:
+            attended = attended * spec.residual_multiplier
+        hidden += attended
+        normed = weights.post_norm(hidden)
         self._normed[part.first : part.last] = normed
         if weights.router is not None:
-            routed = route(normed, weights.router, top_k=spec.top_k, norm_top_k=spec.norm_top_k)
+            routed = route(normed, weights.router, spec.router, top_k=spec.top_k)
             self._routed.append(routed)
 
     def _ffn(self, task: Task) -> None:
         """One expert over its tokens of all micro-batches, added to the residual stream."""
+        if task.page == ATTENTION_PAGE:
+            self._base_ffn(task.layer)
+            return
         if task.page == 1:
             self._rows = self._group(task.layer)
         assert self._rows is not None
         expert = self._store.expert(task.layer, task.page)
         add_expert(self._hidden, self._normed, self._rows, expert)
 
+    def _base_ffn(self, layer: int) -> None:
+        """The FFN that every token of a layer goes through."""
+        ffn, tokens = self._store.base_ffn(layer), self._tokens(layer)
+        rows = everything(self._hidden.shape[0], tokens)
+        weights = rows.weights
+        if ffn.gate is not None:
+            normed = self._normed if tokens is None else self._normed[tokens]
+            weights = linear(normed.float(), ffn.gate).sigmoid()
+        rows = replace(rows, weights=weights * self._spec.residual_multiplier)
+        add_expert(self._hidden, self._normed, rows, ffn.expert)
+
+    def _tokens(self, layer: int) -> Tensor | None:
+        """The tokens that a layer's FFN is computed for; None for all."""
+        return self._wanted if layer == self._spec.num_layers - 1 else None
+
     def _group(self, layer: int) -> ExpertRows:
-        last = layer == self._spec.num_layers - 1
-        tokens = self._wanted if last else None
+        tokens = self._tokens(layer)
         if not self._spec.has_router:
             return everything(self._hidden.shape[0], tokens)
         weights, experts = (torch.cat(x) for x in zip(*self._routed, strict=True))
         self._routed.clear()
         if tokens is not None:
             weights, experts = weights[tokens], experts[tokens]
+        if self._spec.residual_multiplier != 1.0:
+            weights = weights * self._spec.residual_multiplier
         self.expert_tokens[layer] += torch.bincount(
             experts.flatten(), minlength=self._spec.num_experts
         )

@@ -18,18 +18,20 @@ class KVCache:
     """The block pool of all layers and its free list."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
-                 dtype: str) -> None:  # fmt: skip
+                 dtype: str, value_dim: int | None = None) -> None:  # fmt: skip
         """Reserve address space for the pool; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
+        `value_dim`: a value is so much of its key (latents), and is not held again.
         """
-        shape = (2, num_blocks * num_kv_heads, KV_BLOCK_TOKENS, head_dim)
+        pools = 2 if value_dim is None else 1
+        shape = (pools, num_blocks * num_kv_heads, KV_BLOCK_TOKENS, head_dim)
         self._layers = [torch.zeros(shape, dtype=_DTYPES[dtype]) for _ in range(num_layers)]
-        self._num_kv_heads = num_kv_heads
+        self._num_kv_heads, self._value_dim = num_kv_heads, value_dim
         self._free = list(range(num_blocks - 1, -1, -1))
         self.num_blocks = num_blocks
         self.block_tokens = KV_BLOCK_TOKENS
-        self.gather_bytes_per_block = 2 * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
+        self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
         self.dtype = _DTYPES[dtype]
 
     @property
@@ -67,7 +69,8 @@ class KVCache:
         """Store k and v [T, G, d] at the slots [T, G]."""
         head_dim = k.shape[-1]
         flat = slots.flatten()
-        for pool, values in zip(self._layers[layer], (k, v), strict=True):
+        held = (k, v) if self._value_dim is None else (k,)
+        for pool, values in zip(self._layers[layer], held, strict=True):
             rows = values.reshape(-1, head_dim).to(self.dtype)
             pool.view(-1, head_dim).index_copy_(0, flat, rows)
 
@@ -91,11 +94,11 @@ class KVCache:
         """
         rows, heads, blocks = block_rows.shape
         flat = block_rows.flatten()
-        k, v = (
+        found = [
             pool.index_select(0, flat).view(rows, heads, blocks * KV_BLOCK_TOKENS, -1).float()
             for pool in self._layers[layer]
-        )
-        return k, v
+        ]
+        return found[0], found[-1][..., : self._value_dim]
 
 
 def blocks_for(num_tokens: int) -> int:

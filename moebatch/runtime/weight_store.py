@@ -8,7 +8,6 @@ Views of a streamed page are valid until its `free_page`.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from threading import local
 
@@ -18,8 +17,20 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
-from moebatch.model.families.base import Part
+from moebatch.model.families.parts import Layout, Part
 from moebatch.model.linear import ComputeType, Linear, in_place, pack
+from moebatch.model.quant import arrange, decode
+from moebatch.model.stored import Stored, locate, sources_of
+from moebatch.model.weights import (
+    MATRICES,
+    AttentionWeights,
+    BaseFFN,
+    Vocabulary,
+    attention_weights,
+    base_ffn,
+    expert_of,
+    norm_of,
+)
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 
@@ -29,31 +40,11 @@ _TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionWeights:
-    """All of a layer but its experts; vectors and the router in float32."""
-
-    input_norm: Tensor
-    post_norm: Tensor
-    qkv: Linear
-    output: Linear
-    qkv_bias: Tensor | None
-    output_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    router: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """Embedding table [V, D] in the checkpoint's type, final norm and LM head."""
-
-    embedding: Tensor
-    final_norm: Tensor
-    head: Linear
 
 
 class WeightStore:
@@ -102,8 +93,9 @@ class WeightStore:
         parts = self._parts(where)
         tensors = self._read(parts, slot)
         for part in parts:
-            for name in part.sources:
-                self._checkpoint.forget(self._checkpoint.entry(name))
+            for stored in sources_of(self._checkpoint, part):
+                for entry in stored.entries:
+                    self._checkpoint.forget(entry)
         self._slot_of[where] = slot
         self._pages[where] = {
             name: _view(name, tensor, self._compute) for name, tensor in tensors.items()
@@ -116,28 +108,17 @@ class WeightStore:
 
     def attention(self, layer: int) -> AttentionWeights:
         """The weights of a layer's attention page, which must be there."""
-        page = self._pages[(layer, ATTENTION_PAGE)]
-        return AttentionWeights(
-            input_norm=_tensor(page["input_norm"]),
-            post_norm=_tensor(page["post_norm"]),
-            qkv=_linear(page["qkv"]),
-            output=_linear(page["output"]),
-            qkv_bias=_optional(page.get("qkv_bias")),
-            output_bias=_optional(page.get("output_bias")),
-            q_norm=_optional(page.get("q_norm")),
-            k_norm=_optional(page.get("k_norm")),
-            router=_optional(page.get("router")),
-        )
+        return attention_weights(self._pages[(layer, ATTENTION_PAGE)], self._spec)
+
+    def base_ffn(self, layer: int) -> BaseFFN:
+        """The FFN of every token in a layer's attention page, which must be there and have one."""
+        size = self._spec.base_ffn_size(layer)
+        return base_ffn(self._pages[(layer, ATTENTION_PAGE)], size=size)
 
     def expert(self, layer: int, page: int) -> Expert:
         """The expert of an expert page, which must be there."""
-        parts = self._pages[(layer, page)]
-        return Expert(
-            index=page - 1,
-            size=self._spec.expert_size,
-            gate_up=_linear(parts["gate_up"]),
-            down=_linear(parts["down"]),
-        )
+        spec, parts = self._spec, self._pages[(layer, page)]
+        return expert_of(parts, index=page - 1, size=spec.expert_size, limit=spec.swiglu_limit)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -160,40 +141,65 @@ class WeightStore:
         offsets, end = [], 0
         for part in parts:
             offsets.append(end)
-            item = DTYPE_BYTES[self._checkpoint.entry(part.sources[0]).dtype]
+            item = DTYPE_BYTES[self._dtype_of(part)]
             end += -(-prod(part.shape) * item // _ALIGN) * _ALIGN
         return offsets, end
 
+    def _dtype_of(self, part: Part) -> str:
+        """The type in which a part is held: the checkpoint's, unless it is quantised there."""
+        stored = locate(self._checkpoint, part.sources[0])
+        return stored.entries[0].dtype if stored.kind == "plain" else self._spec.weight_dtype
+
     def _read(self, parts: Sequence[Part], buffer: Tensor) -> dict[str, Tensor]:
-        """Read parts into a byte buffer; views of it, in the checkpoint's types."""
-        memory = memoryview(buffer.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
+        """Read parts into a byte buffer in our layout; views of it, in the types they are held in."""
         tensors = {}
         for part, offset in zip(parts, self._layout(parts)[0], strict=True):
-            end = offset
-            for name in part.sources:
-                entry = self._checkpoint.entry(name)
-                self._checkpoint.read_into(entry, memory[end : end + entry.num_bytes])
-                end += entry.num_bytes
-                dtype = _TORCH_DTYPES[entry.dtype]
-            self.bytes_read += end - offset
-            tensors[part.name] = buffer[offset:end].view(dtype).view(part.shape)
+            dtype = _TORCH_DTYPES[self._dtype_of(part)]
+            count = prod(part.shape)
+            tensor = buffer[offset : offset + count * dtype.itemsize].view(dtype).view(part.shape)
+            first = 0
+            for source in part.sources:
+                stored = locate(self._checkpoint, source)
+                rows = part.shape[0] * prod(stored.shape) // count
+                self._fill(tensor[first : first + rows], stored, part.layout)
+                first += rows
+            tensors[part.name] = tensor
         return tensors
+
+    def _read_one(self, part: Part) -> Tensor:
+        return self._read([part], _buffer(self._layout([part])[1]))[part.name]
+
+    def _fill(self, out: Tensor, stored: Stored, layout: Layout) -> None:
+        """Read one source into its rows of a part, at once where it lies as we hold it."""
+        self.bytes_read += stored.num_bytes
+        if stored.kind == "plain" and layout == "rows":
+            self._checkpoint.read_into(stored.entries[0], _bytes_of(out))
+            return
+        raw = []
+        for entry in stored.entries:
+            tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
+            self._checkpoint.read_into(entry, _bytes_of(tensor))
+            raw.append(tensor)
+        matrix = decode(stored, raw, self._checkpoint.quantization)
+        arrange(out, matrix, stored.arrangement(layout))
 
     def _load_vocabulary(self) -> Vocabulary:
         parts = {part.name: part for part in self._family.vocabulary_parts(self._spec)}
-        loaded = {}
-        for name in ("embedding", "final_norm"):
-            buffer = _buffer(self._layout([parts[name]])[1])
-            loaded[name] = self._read([parts[name]], buffer)[name]
+        embedding = self._read_one(parts["embedding"])
         if self._spec.tie_embeddings:
-            head = in_place(loaded["embedding"], self._compute)
+            head = in_place(embedding, self._compute)
         else:
-            buffer = _buffer(self._layout([parts["head"]])[1])
-            head = pack(self._read([parts["head"]], buffer)["head"], self._compute)
+            head = pack(self._read_one(parts["head"]), self._compute)
+        small = [part for name, part in parts.items() if name not in ("embedding", "head")]
+        vectors = {
+            name: tensor.to(torch.float32, copy=True)
+            for name, tensor in self._read(small, _buffer(self._layout(small)[1])).items()
+        }
         return Vocabulary(
-            embedding=loaded["embedding"],
-            final_norm=loaded["final_norm"].float(),
+            embedding=embedding,
+            final_norm=norm_of(vectors, "final_norm", self._spec),
             head=head,
+            head_bias=vectors.get("head_bias"),
         )
 
 
@@ -201,30 +207,17 @@ def _buffer(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _is_matrix(name: str) -> bool:
-    """Whether a part is applied by `Linear`; vectors and the small router stay float32 tensors."""
-    return name in ("qkv", "output", "gate_up", "down")
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory as bytes."""
+    flat = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # type: ignore[arg-type]  # numpy 2 arrays are buffers
 
 
 def _keep(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
     """The form in which a part stays in memory: a copy, since the buffer is used again."""
-    return pack(tensor, compute) if _is_matrix(name) else tensor.to(torch.float32, copy=True)
+    return pack(tensor, compute) if name in MATRICES else tensor.to(torch.float32, copy=True)
 
 
 def _view(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
     """The form in which a streamed part is used: the matrices in place."""
-    return in_place(tensor, compute) if _is_matrix(name) else tensor.float()
-
-
-def _tensor(part: Linear | Tensor) -> Tensor:
-    assert isinstance(part, Tensor)
-    return part
-
-
-def _linear(part: Linear | Tensor) -> Linear:
-    assert not isinstance(part, Tensor)
-    return part
-
-
-def _optional(part: Linear | Tensor | None) -> Tensor | None:
-    return None if part is None else _tensor(part)
+    return in_place(tensor, compute) if name in MATRICES else tensor.float()

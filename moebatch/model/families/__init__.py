@@ -7,15 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from moebatch.errors import ModelError
-from moebatch.model.families.base import Family, Part
+from moebatch.model.families.base import Family
+from moebatch.model.families.gpt_oss import GPT_OSS
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
+from moebatch.model.families.olmoe import OLMOE
+from moebatch.model.families.parts import Part
+from moebatch.model.families.qwen2_moe import QWEN2_MOE
 from moebatch.plan.model_spec import ModelSpec
 
 __all__ = ["FAMILIES", "Family", "ModelSpec", "Part", "family_of"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (MIXTRAL, QWEN3_MOE, LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family
+    for family in (
+        MIXTRAL,
+        QWEN3_MOE,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        OLMOE,
+        GPT_OSS,
+        # more
+    )
 }
 
 

@@ -1,0 +1,89 @@
+"""What every family must show: equal to `transformers` in float32, whatever the policy.
+
+Parametrised over all families of tests/models.py: a new family is tested by its entry there.
+"""
+
+import math
+import random
+
+import models
+import pytest
+import run_engine
+from run_engine import request, run, tokens
+from test_logits import assert_logits_equal, prompts_of
+
+from moebatch.model.checkpoint import Checkpoint
+from moebatch.model.resolve import resolve_model
+
+ALL = list(models.CONFIGS)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("weights_resident", [0.0, 0.45, 1.0])
+def test_logits_equal_at_every_position(kind, weights_resident, tiny_models) -> None:
+    model, path = tiny_models(kind)
+    prompts = prompts_of(1, [1, 2, 33, 7, 16, 17])
+    for chunk in (64, 5):
+        assert_logits_equal(model, path, prompts, chunk=chunk, weights_resident=weights_resident)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_greedy_text_equals_reference_alone_and_among_50(kind, tiny_models) -> None:
+    model, path = tiny_models(kind)
+    rng = random.Random(2)
+    prompts = prompts_of(2, [1, 40, *(rng.randint(1, 30) for _ in range(48))])
+    requests = [request(i, p, max_tokens=32) for i, p in enumerate(prompts)]
+    answers = tokens(run(path, requests, weights_resident=1.0, batch_size=50, micro_batch_size=20))
+    assert {32} == {len(answer) for answer in answers}
+    for k in (0, 1, 7, 30):
+        assert models.is_greedy(model, prompts[k], answers[k])
+    alone = tokens(run(path, [requests[7]], weights_resident=0.0))
+    assert alone == [answers[7]]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_text_is_the_same_under_any_policy(kind, tiny_models) -> None:
+    """The metamorphic test, small: sampled text under policies that differ in everything."""
+    path, rng = tiny_models(kind)[1], random.Random(4)
+    prompts = prompts_of(3, [1, 45, 20, 3, 9, 17])
+    work = [request(i, p, max_tokens=12, temperature=0.9) for i, p in enumerate(prompts)]
+    expected = tokens(run(path, work))
+    for _ in range(3):
+        policy = {
+            "batch_size": rng.randint(1, 7),
+            "micro_batch_size": rng.randint(1, 7),
+            "weights_resident": rng.random(),
+            "page_slots": rng.randint(1, 9),
+            "prefill_tokens": rng.randint(1, 80),
+            "kv_blocks": rng.randint(4, 30),
+        }
+        assert expected == tokens(run(path, rng.sample(work, len(work)), **policy)), policy
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_params_and_parts_equal_the_reference_models(kind, tiny_models) -> None:
+    model, path = tiny_models(kind)
+    local = resolve_model(str(path))
+    spec = local.spec
+    assert models.num_params(model) == spec.total_params
+    with Checkpoint(path) as checkpoint:
+        checkpoint.check(local.parts())
+    held = [part for part in local.parts() if not (spec.tie_embeddings and part.name == "head")]
+    assert sum(math.prod(part.shape) for part in held) == spec.total_params
+    for layer in range(spec.num_layers):
+        parts = local.family.attention_parts(spec, layer)
+        assert sum(math.prod(part.shape) for part in parts) == spec.base_params(layer)
+    cached = run_engine.cached_numbers(path)
+    assert cached == spec.kv_numbers * spec.num_layers
+
+
+def test_layers_without_experts(tmp_path) -> None:
+    """Dense layers among those with experts, wider than an expert."""
+    model = models.reference_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2,
+                                   mlp_only_layers=[3])  # fmt: skip
+    path = models.save(model, tmp_path)
+    assert resolve_model(str(path)).spec.dense_layers == (0, 2, 3)
+    for resident in (0.0, 0.5, 1.0):
+        assert_logits_equal(
+            model, path, prompts_of(3, [9, 40]), chunk=17, weights_resident=resident
+        )
