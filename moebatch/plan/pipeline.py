@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moebatch.plan.policy import Processor
-from moebatch.plan.schedule import Key, Lane, Op, Task
+from moebatch.plan.schedule import Key, Lane, Op, Processor, Task
 from moebatch.plan.stream import StreamPlan
 
 WEIGHT_BUFFERS = 2  # layers whose streamed bytes are on the device at once

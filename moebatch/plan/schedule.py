@@ -7,8 +7,11 @@ the list of the pass before, or its prologue. Lanes run their own tasks in list 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
+
+Processor = Literal["cpu", "gpu"]
 
 
 class Op(StrEnum):

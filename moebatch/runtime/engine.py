@@ -14,25 +14,20 @@ from moebatch.data.requests import Choice, Completion, Outcome, Request, RowErro
 from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType, has_bf16
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import table_of
 from moebatch.plan.policy import Policy
-from moebatch.plan.schedule import Lane, Task, prologue, zigzag
+from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.batch import Segment, build_pass
-from moebatch.runtime.executor import Executor
-from moebatch.runtime.forward import Forward
+from moebatch.runtime.backend import Backend, HostBackend, Progress
+from moebatch.runtime.batch import Segment
+from moebatch.runtime.device import Device
+from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
-from moebatch.runtime.weight_store import WeightStore
-
-Progress = Callable[[int, int], None]
 
 
 def use_threads(count: int) -> int:
@@ -76,33 +71,22 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
-                 max_model_len: int, compute: ComputeType = "float32") -> None:  # fmt: skip
-        """Allocate the page buffer and the KV cache; `load` reads the weights."""
+                 max_model_len: int, compute: ComputeType = "float32",
+                 device: Device | None = None) -> None:  # fmt: skip
+        """Allocate the page buffer and the KV cache; `load` reads the weights.
+
+        `device`: the accelerator, None where there is none. It stays the caller's to close.
+        """
         self._spec, self._policy = spec, policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._table = table_of(spec, policy)
-        self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
-        self._store = WeightStore(
-            checkpoint,
-            spec=spec,
-            family=family,
-            table=self._table,
-            page_slots=self._page_slots,
-            compute=compute,
-        )
-        self._kv = KVCache(
-            num_layers=spec.num_layers,
-            num_blocks=policy.kv_blocks,
-            num_kv_heads=spec.cache_heads,
-            head_dim=spec.cache_head_dim,
-            value_dim=spec.cache_value_dim,
-            dtype=policy.kv_dtype,
-        )
-        self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self._kv)
-        self._executor = Executor(self._forward.handlers, background=[Lane.DISK])
-        self._schedules: dict[int, list[Task]] = {}
+        self._backend: Backend = (
+            HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute)
+            if device is None
+            else DeviceBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                               device=device)
+        )  # fmt: skip
+        self._kv = self._backend.kv
         self.stats = EngineStats()
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
@@ -112,9 +96,8 @@ class Engine:
         """
         start = time.perf_counter()
         return_freed_memory(True)
-        self._store.load_resident(threads=threads, progress=progress)
+        self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
-        self._executor.run(prologue(self._table, page_slots=self._page_slots))
         self.stats.load_s = time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
@@ -145,17 +128,17 @@ class Engine:
     @property
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
-        return self._store.bytes_read
+        return self._backend.bytes_read
 
     @property
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each expert of each layer has computed."""
-        counts: list[list[int]] = self._forward.expert_tokens.tolist()
+        counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
 
     def close(self) -> None:
         """Stop the lanes. The checkpoint is the caller's to close."""
-        self._executor.close()
+        self._backend.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -185,30 +168,20 @@ class Engine:
         """Compute one pass and sample; the sequences whose logits were not finite."""
         start = time.perf_counter()
         groups = self._segments(active)
-        one = build_pass(
-            [[segment for _, segment in group] for group in groups],
-            kv=self._kv,
-            rope=self._rope,
-            windows=self._spec.layer_windows,
-        )
-        # A prompt that is not finished in this pass gives no logits, but asking for its last token
-        # costs nothing and keeps this independent of what is sampled.
-        ends = [token for group in one.last_tokens for token in group]
-        self._forward.begin(one, wanted=torch.tensor(ends))
-        timeline = self._executor.run(self._schedule(len(groups)))
+        done = self._backend.compute([[segment for _, segment in group] for group in groups])
         due: list[tuple[Sequence, int]] = []
         prompt_tokens = 0
-        for group, last_tokens in zip(groups, one.last_tokens, strict=True):
+        for group, last_tokens in zip(groups, done.last_tokens, strict=True):
             for (sequence, segment), last in zip(group, last_tokens, strict=True):
                 before, sequence.computed = sequence.remaining_prompt, segment.end
                 prompt_tokens += before - sequence.remaining_prompt
                 if sequence.remaining_prompt == 0:
                     due.append((sequence, last))
         broken = self._sample(due)
-        for lane in Lane:
+        for lane in done.timeline.lanes:
             busy = self.stats.lane_busy_s.get(lane, 0.0)
-            self.stats.lane_busy_s[lane] = busy + timeline.busy_s(lane)
-        self._count(time.perf_counter() - start, prompt_tokens, one.token_ids.numel())
+            self.stats.lane_busy_s[lane] = busy + done.timeline.busy_s(lane)
+        self._count(time.perf_counter() - start, prompt_tokens, done.num_tokens)
         return broken
 
     def _segments(self, active: list[Sequence]) -> list[list[tuple[Sequence, Segment]]]:
@@ -229,20 +202,12 @@ class Engine:
             groups.setdefault(sequence.micro_batch, []).append((sequence, segment))
         return [groups[j] for j in sorted(groups)]
 
-    def _schedule(self, num_micro_batches: int) -> list[Task]:
-        """The pass's schedule; built once for each number of micro-batches."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = zigzag(
-                self._table, num_micro_batches=num_micro_batches, page_slots=self._page_slots
-            )
-        return self._schedules[num_micro_batches]
-
     def _sample(self, due: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Choose the next token of each sequence; returns those with logits that are not finite."""
         broken = []
         for first in range(0, len(due), MAX_LOGIT_ROWS):
             part = due[first : first + MAX_LOGIT_ROWS]
-            logits = self._forward.logits(torch.tensor([token for _, token in part]))
+            logits = self._backend.logits(torch.tensor([token for _, token in part]))
             sampled = sample(logits, [sequence.sampling_state() for sequence, _ in part])
             for (sequence, _), token in zip(part, sampled, strict=True):
                 if token.finite:

@@ -6,6 +6,8 @@ blocks gives [rows, heads, context, head_dim] at once.
 Shapes: T tokens, R rows, C context tokens, G key/value heads, d head_dim, B blocks.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,21 +20,28 @@ class KVCache:
     """The block pool of all layers and its free list."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
-                 dtype: str, value_dim: int | None = None) -> None:  # fmt: skip
+                 dtype: str, value_dim: int | None = None,
+                 empty: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None,
+                 ) -> None:  # fmt: skip
         """Reserve address space for the pool; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
-        `value_dim`: a value is so much of its key (latents), and is not held again.
+        `empty` gives a layer's memory where that is not host memory; such a cache's indices must lie
+        there too. `value_dim`: a value is so much of its key (latents), and is not held again.
         """
         pools = 2 if value_dim is None else 1
         shape = (pools, num_blocks * num_kv_heads, KV_BLOCK_TOKENS, head_dim)
-        self._layers = [torch.zeros(shape, dtype=_DTYPES[dtype]) for _ in range(num_layers)]
+        make = empty or (lambda layer, shape, dtype: torch.zeros(shape, dtype=dtype))
+        self._layers = [make(layer, shape, _DTYPES[dtype]) for layer in range(num_layers)]
         self._num_kv_heads, self._value_dim = num_kv_heads, value_dim
         self._free = list(range(num_blocks - 1, -1, -1))
         self.num_blocks = num_blocks
         self.block_tokens = KV_BLOCK_TOKENS
         self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
         self.dtype = _DTYPES[dtype]
+        self.followers: list[
+            KVCache
+        ] = []  # caches elsewhere that hold layers of the same sequences
 
     @property
     def num_free(self) -> int:
@@ -54,8 +63,10 @@ class KVCache:
     def scrub(self, table: list[int]) -> None:
         """Zero a sequence's blocks: after non-finite values, before another sequence gets them."""
         rows = self.block_rows([table]).flatten()
-        for pools in self._layers:
-            pools.index_fill_(1, rows, 0.0)
+        for cache in (self, *self.followers):
+            for pools in cache._layers:
+                if pools.numel():
+                    pools.index_fill_(1, rows.to(pools.device), 0.0)
 
     def slots(self, table: list[int], start: int, end: int) -> Tensor:
         """Where tokens [start, end) of a sequence are written: row numbers of the pool, [T, G]."""
@@ -99,6 +110,32 @@ class KVCache:
             for pool in self._layers[layer]
         ]
         return found[0], found[-1][..., : self._value_dim]
+
+    def gather_bytes(self, block_rows: Tensor) -> int:
+        """Bytes that `gather_into` fills for these rows."""
+        pools = self._layers[0]
+        return (
+            pools.shape[0]
+            * block_rows.numel()
+            * KV_BLOCK_TOKENS
+            * pools.shape[3]
+            * (self.dtype.itemsize)
+        )
+
+    def gather_into(self, layer: int, block_rows: Tensor, out: Tensor) -> None:
+        """The same blocks as they lie, into bytes [gather_bytes]; `context_of` reads them."""
+        pools, flat = self._layers[layer], block_rows.flatten()
+        held = out.view(self.dtype).view(pools.shape[0], flat.numel(), KV_BLOCK_TOKENS, -1)
+        for pool, target in zip(pools, held, strict=True):
+            torch.index_select(pool, 0, flat, out=target)
+
+    def context_of(self, gathered: Tensor, block_rows_shape: tuple[int, ...],
+                   ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `gather` returns, of bytes that `gather_into` filled, wherever they lie now."""
+        rows, heads, blocks = block_rows_shape
+        pools = self._layers[0].shape[0]
+        held = gathered.view(self.dtype).view(pools, rows, heads, blocks * KV_BLOCK_TOKENS, -1)
+        return held[0].float(), held[-1][..., : self._value_dim].float()
 
 
 def blocks_for(num_tokens: int) -> int:
