@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -81,7 +89,149 @@ CONFIGS: dict[str, Any] = {
             **kw,
         }
     ),
+    "deepseek_v2": lambda **kw: DeepseekV2Config(
+        **{
+            **BASE,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 10,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+                "rope_theta": 1e4,
+            },
+            **kw,
+        }
+    ),
+    "deepseek_v3": lambda **kw: DeepseekV3Config(
+        **{
+            **BASE,
+            "head_dim": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 28,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_key_value_heads": 6,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 1.5,
+            **kw,
+        }
+    ),
+    "glm4_moe": lambda **kw: Glm4MoeConfig(
+        **{
+            **BASE,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 1.5,
+            **kw,
+        }
+    ),
+    "phimoe": lambda **kw: PhimoeConfig(
+        **{
+            **BASE,
+            "head_dim": 8,
+            "num_local_experts": 5,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.3, 1.6],
+                "long_factor": [1.5, 2.0, 3.0, 4.0],
+                "short_mscale": 1.1,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 128,
+            },
+            **kw,
+        }
+    ),
+    "granitemoe": lambda **kw: GraniteMoeConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **kw,
+        }
+    ),
+    "granitemoeshared": lambda **kw: GraniteMoeSharedConfig(
+        **{
+            **BASE,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 30,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **kw,
+        }
+    ),
+    "ernie4_5_moe": lambda **kw: Ernie4_5_MoeConfig(
+        **{
+            **BASE,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 20,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "use_bias": True,
+            **kw,
+        }
+    ),
 }
+
+
+def _dbrx(**kw: Any) -> Any:
+    """DBRX calls everything by other names."""
+    sizes = {**BASE, **kw}
+    return DbrxConfig(
+        d_model=sizes["hidden_size"],
+        n_heads=sizes["num_attention_heads"],
+        n_layers=sizes["num_hidden_layers"],
+        max_seq_len=sizes["max_position_embeddings"],
+        vocab_size=sizes["vocab_size"],
+        attn_config={"clip_qkv": 1.1, "kv_n_heads": 2, "rope_theta": 5e4},
+        ffn_config={"ffn_hidden_size": 21, "moe_num_experts": 5, "moe_top_k": 3},
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        eos_token_id=2,
+    )
+
+
+CONFIGS["dbrx"] = _dbrx
 
 
 def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -95,7 +245,7 @@ def reference_model(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name.split(".")[-2]:
                 parameter.copy_(1 + 0.1 * noise)
             else:
                 parameter.copy_(

@@ -57,6 +57,7 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
                     token_ids=tuple(prompts[r][start : start + chunk]),
                     start=start,
                     blocks=tables[r],
+                    max_len=len(prompts[r]),
                 )
                 for r in rows
             ]

@@ -130,7 +130,16 @@ def test_active_params_counts_top_k_experts(kind, tiny_models) -> None:
 
 
 def test_unsupported_model_type_lists_what_is_supported() -> None:
-    for model_type in ("gpt2", "deepseek_v3", None, 3, ["mixtral"], "Mixtral", ""):
+    for model_type in (
+        "gpt2",
+        "jetmoe",
+        "switch_transformers",
+        None,
+        3,
+        ["mixtral"],
+        "Mixtral",
+        "",
+    ):
         assert_refused(MIXTRAL_8X7B | {"model_type": model_type}, *FAMILIES)
     assert_refused({}, *FAMILIES)
 

@@ -77,6 +77,56 @@ def test_params_and_parts_equal_the_reference_models(kind, tiny_models) -> None:
     assert cached == spec.kv_numbers * spec.num_layers
 
 
+VARIANTS = [
+    ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [],
+                   "qkv_bias": False}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    ("olmoe", {"clip_qkv": None, "norm_topk_prob": True, "attention_bias": True}),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                     "routed_scaling_factor": 2.0, "q_lora_rank": 22}),
+    ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+                     "v_head_dim": 20}),
+    ("glm4_moe", {"use_qk_norm": False, "n_group": 3, "topk_group": 2, "attention_bias": False}),
+    ("phimoe", {"sliding_window": 6, "attention_bias": False, "lm_head_bias": False}),
+    ("ernie4_5_moe", {"use_bias": False, "tie_word_embeddings": True, "moe_layer_interval": 2,
+                      "moe_num_shared_experts": 0, "num_hidden_layers": 4}),
+    ("granitemoeshared", {"shared_intermediate_size": 0, "attention_bias": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS)
+def test_settings_of_a_family(kind, changes, tmp_path) -> None:
+    model = models.reference_model(kind, **changes)
+    path = models.save(model, tmp_path)
+    for resident in (0.0, 1.0):
+        assert_logits_equal(
+            model, path, prompts_of(5, [30, 3]), chunk=11, weights_resident=resident
+        )
+
+
+def test_rows_that_may_outgrow_the_original_length_use_the_long_factors(tmp_path) -> None:
+    """The reference has one set of factors for a whole pass: its short ones stand for ours, long."""
+    factors = [1.5, 2.0, 3.0, 4.0]
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": factors, "short_mscale": 1.1, "long_mscale": 1.3}  # fmt: skip
+    ours = models.reference_model(
+        "phimoe", rope_parameters={**rope, "original_max_position_embeddings": 24}
+    )
+    long = {**rope, "short_factor": factors, "short_mscale": 1.3}
+    model = models.reference_model(
+        "phimoe", rope_parameters={**long, "original_max_position_embeddings": 200}
+    )
+    path = models.save(ours, tmp_path)
+    short_row, long_row = prompts_of(6, [9, 20])
+    work = [request(0, short_row, max_tokens=8), request(1, long_row, max_tokens=20)]
+    answers = tokens(run(path, work))
+    assert models.is_greedy(ours, short_row, answers[0])
+    assert models.is_greedy(model, long_row, answers[1])
+    assert answers == [run_engine.tokens(run(path, [row]))[0] for row in work]
+
+
 def test_layers_without_experts(tmp_path) -> None:
     """Dense layers among those with experts, wider than an expert."""
     model = models.reference_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2,

@@ -12,22 +12,12 @@ from typing import Any
 from moebatch.errors import ModelError
 from moebatch.model.checkpoint import read_json
 from moebatch.model.families import Family, family_of
+from moebatch.model.families.known import KNOWN
 from moebatch.model.families.parts import Part
 from moebatch.model.stored import quantization_of
 from moebatch.plan.model_spec import ModelSpec
 
-SHORT_NAMES: dict[str, str] = {
-    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "mixtral-8x7b-base": "mistralai/Mixtral-8x7B-v0.1",
-    "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
-    "mixtral-8x22b-base": "mistralai/Mixtral-8x22B-v0.1",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-}
+SHORT_NAMES: dict[str, str] = {name: known.repo for name, known in KNOWN.items()}
 _WANTED_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _DEMO = Path(__file__).parent.parent / "demo" / "model"
 

@@ -17,6 +17,12 @@ from moebatch.model.families.parts import Layout, Part, Source
 
 Kind = Literal["plain", "mxfp4", "fp8", "gptq", "awq", "packed"]
 _FLOATS = ("float32", "bfloat16", "float16")
+FORMATS = (
+    "bfloat16, float16 and float32 as they are",
+    "mxfp4",
+    "fp8 with a scale per tensor, row or block",
+    "4-bit GPTQ, AWQ and compressed-tensors",
+)
 _METHODS = ("mxfp4", "fp8", "gptq", "awq", "compressed-tensors")
 
 

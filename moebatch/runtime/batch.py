@@ -24,11 +24,15 @@ _MAX_GATHER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Tokens of one sequence from position `start` on, and the sequence's block table."""
+    """Tokens of one sequence from position `start` on, and the sequence's block table.
+
+    `max_len` is how long it may become: some models turn long rows by other angles.
+    """
 
     token_ids: tuple[int, ...]
     start: int
     blocks: list[int]
+    max_len: int = 0
 
     @property
     def end(self) -> int:
@@ -132,12 +136,13 @@ def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
         run = PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier)
         prompts.append(run)
     positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
+    limits = torch.cat([torch.full((s.end - s.start,), max(s.max_len, s.end)) for s in segments])
     slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
     return MicroBatch(
         first=first,
         last=first + end,
         slots=slots,
-        rope=rope.table(positions),
+        rope=rope.table(positions, limits),
         decode=groups,
         prompts=tuple(prompts),
     )

@@ -65,7 +65,9 @@ class Sequence:
             ids = self.generated[-1:]
         else:
             ids = self.prompt[self.computed : self.computed + max_tokens]
-        return Segment(token_ids=tuple(ids), start=self.computed, blocks=self.blocks)
+        return Segment(
+            token_ids=tuple(ids), start=self.computed, blocks=self.blocks, max_len=self.max_len
+        )
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take a sampled token; `finish` is set when it was the last."""
