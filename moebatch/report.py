@@ -163,6 +163,13 @@ class Report:
                 f"{format_bytes(self.memory_budget_bytes)} · batch {self.policy.batch_size} · "
                 f"weights resident {self.policy.weights_resident:.0%}"
             )
+        if gpu := self.machine.get("gpu"):
+            kind = "emulated accelerator, no real one" if gpu["emulated"] else "accelerator"
+            lines.append(
+                f"{kind}: {gpu['name']} · {format_bytes(gpu['peak_bytes'])} of "
+                f"{format_bytes(gpu['memory_bytes'])} · schedule "
+                f"{self.policy.schedule if self.policy else None}"
+            )
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
             lines.append(f"failed rows: {codes}")

@@ -38,7 +38,7 @@ def request(index: int, prompt: Sequence[int], **params: Any) -> Request:
 
 @contextmanager
 def open_engine(
-    path: Path, policy: Policy, *, compute: Any = "float32", **changes: Any
+    path: Path, policy: Policy, *, compute: Any = "float32", device: Any = None, **changes: Any
 ) -> Iterator[Engine]:
     """A loaded engine under a policy, with some of its fields changed."""
     model = resolve_model(str(path))
@@ -54,6 +54,7 @@ def open_engine(
             eos_token_ids=model.eos_token_ids,
             max_model_len=model.spec.max_model_len,
             compute=compute,
+            device=device,
         ) as engine,
     ):
         engine.load(threads=2)

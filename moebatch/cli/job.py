@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from moebatch.cli.accelerator import (
+    TRACED_PASSES,
+    AcceleratorOptions,
+    fit_to,
+    open_accelerator,
+    write_trace,
+)
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
 from moebatch.cli.progress import State, View
 from moebatch.data.chat import load_chat_template
@@ -82,6 +89,7 @@ class Job:
     output: OutputOptions
     prompts: PromptOptions
     resources: ResourceOptions
+    accelerator: AcceleratorOptions
 
     def execute(self, view: View) -> Report:
         """Run it; the report also when rows failed.
@@ -188,6 +196,11 @@ class Job:
             base_bytes=host.base_bytes(),
             fixed=self.resources.overrides,
         )
+        device = open_accelerator(self.accelerator)
+        if device is not None:
+            policy, memory = fit_to(device, self.model.spec, policy, memory,
+                                    schedule=self.accelerator.schedule,
+                                    fixed=self.resources.overrides)  # fmt: skip
         view.note(_plan_line(self.model, policy, memory, budget))
         total = len(head) if workload.num_sequences is not None else self._count_rows()
         with Engine(
@@ -200,12 +213,16 @@ class Job:
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
             compute=compute,
+            device=device,
+            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
         ) as engine:
             engine.load(threads=min(threads, LOADERS), progress=view.loading)
             for outcome in engine.run(
                 requests, lambda stats: view.running(_state(stats, flow, total, workload))
             ):
                 flow.take(outcome)
+            if self.accelerator.trace is not None:
+                write_trace(self.accelerator.trace, engine.traced)
             return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
 
     def _count_rows(self) -> int | None:
@@ -226,7 +243,7 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine=host.describe(),
+            machine={**host.describe(), "gpu": done.device},
             policy=done.policy,
             policy_source="planned" if self.resources.overrides == Overrides() else "overridden",
             memory_plan=done.memory,
@@ -252,6 +269,7 @@ class Computed:
     memory: MemoryPlan | None
     budget: int
     compute: str | None = None
+    device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -270,6 +288,7 @@ class Computed:
             memory=memory,
             budget=budget,
             compute=compute,
+            device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
             decode_s=stats.decode_s,

@@ -75,13 +75,18 @@ def run(
     micro_batch_size: opt.MicroBatchSize = None,
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    device: opt.Device = "auto",
+    schedule: opt.Schedule = "auto",
+    gpu_memory: opt.GpuMemory = None,
     report: opt.ReportFile = None,
+    trace: opt.Trace = None,
     progress: opt.Progress = "auto",
     json_report: opt.JsonReport = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Generate text for every row of a data set and write it in the order of the rows."""
     from moebatch.cli import asked, job
+    from moebatch.cli.accelerator import accelerator_options
     from moebatch.cli.progress import make_view
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
@@ -125,6 +130,8 @@ def run(
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
                             weights_resident=weights_resident),
+        accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
+                                        trace=trace),
     )  # fmt: skip
     raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet))
 

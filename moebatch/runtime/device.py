@@ -122,7 +122,8 @@ class Scratch:
         num_bytes = _bytes(shape, dtype)
         held = self._pinned.get(name)
         if held is None or held.numel() < num_bytes:
-            held = self._pinned[name] = self._device.pinned(num_bytes)
+            more = 0 if held is None else held.numel() * 3 // 2  # pinning is slow: grow rarely
+            held = self._pinned[name] = self._device.pinned(max(num_bytes, more))
         self._device.spoil(held)
         return held[:num_bytes].view(dtype).view(shape)
 

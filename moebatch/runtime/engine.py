@@ -7,6 +7,7 @@ that joined. Finished sequences leave after the pass, waiting ones take their pl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.backend import Backend, HostBackend, Progress
+from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
@@ -72,11 +73,14 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
-                 device: Device | None = None) -> None:  # fmt: skip
+                 device: Device | None = None, traced_passes: int = 0) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
-        `device`: the accelerator, None where there is none. It stays the caller's to close.
+        `device`: the accelerator, None where there is none; closed with the engine.
+        `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
         """
+        self._device, self._traced_passes = device, traced_passes
+        self.traced: list[PassResult] = []
         self._spec, self._policy = spec, policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
@@ -131,14 +135,29 @@ class Engine:
         return self._backend.bytes_read
 
     @property
+    def device_facts(self) -> dict[str, Any] | None:
+        """The accelerator for a report: what it is, whether it is real, its memory in bytes."""
+        if self._device is None:
+            return None
+        memory = self._device.memory
+        return {
+            "name": self._device.name,
+            "emulated": self._device.emulated,
+            "memory_bytes": memory.limit,
+            "peak_bytes": memory.peak,
+        }
+
+    @property
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each expert of each layer has computed."""
         counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
 
     def close(self) -> None:
-        """Stop the lanes. The checkpoint is the caller's to close."""
+        """Stop the lanes and the device. The checkpoint is the caller's to close."""
         self._backend.close()
+        if self._device is not None:
+            self._device.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -169,6 +188,8 @@ class Engine:
         start = time.perf_counter()
         groups = self._segments(active)
         done = self._backend.compute([[segment for _, segment in group] for group in groups])
+        if len(self.traced) < self._traced_passes:
+            self.traced.append(done)
         due: list[tuple[Sequence, int]] = []
         prompt_tokens = 0
         for group, last_tokens in zip(groups, done.last_tokens, strict=True):
