@@ -39,6 +39,20 @@ def test_the_device_never_holds_more_than_planned(
     assert device.memory.peak <= planned.total - planned.workspace <= device_bytes
 
 
+def test_a_cache_that_stays_on_the_device_needs_no_room_for_contexts(tiny_models) -> None:
+    """Guards: contexts were given room although nothing of the cache crosses the link."""
+    path = tiny_models("mixtral")[1]
+    spec = resolve_model(str(path)).spec
+    policy = fit(spec, replace(POLICY, kv_blocks=200), schedule="flexgen", device_bytes=10**7,
+                 micro_batch_size=3, weights_resident=0.0)  # fmt: skip
+    assert (policy.kv_resident, device_memory(spec, policy).contexts) == (1.0, 0)
+    device = EmulatedDevice(PROFILES["unthrottled"], memory_bytes=10**7)
+    with run_engine.open_engine(path, policy, device=device) as engine:
+        assert len(list(engine.run(rows(9)))) == 9
+    planned = device_memory(spec, policy)
+    assert device.memory.peak <= planned.total - planned.workspace
+
+
 def test_more_memory_keeps_more_and_too_little_is_said(tiny_models) -> None:
     spec = resolve_model(str(tiny_models("mixtral")[1])).spec
     kept = [

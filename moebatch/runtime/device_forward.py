@@ -90,7 +90,8 @@ class DeviceForward:
             for j, part in enumerate(one.micro_batches)
         ]
         self._routed: dict[int, Routed] = {}
-        self._context_slots(max((b.context_bytes for b in self._batches), default=0))
+        crossing = [] if all(step.kv_on_gpu) else [b.context_bytes for b in self._batches]
+        self._context_slots(max(crossing, default=0))
 
     def _buffers(self, count: int, spec: ModelSpec) -> None:
         """Places for every token: on the device, and pinned for what goes to and fro."""
