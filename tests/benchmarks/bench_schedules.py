@@ -146,7 +146,8 @@ def roofline(args: argparse.Namespace, best: dict[str, Any]) -> dict[str, Any]:
     host_bytes_per_s = source.nbytes / min(times)
     device = open_device(args.device, memory_bytes=None)
     assert device is not None
-    pinned, target = device.pinned(1 << 28), device.empty((1 << 28,), torch.uint8)
+    size = min(1 << 28, device.memory.limit // 2)
+    pinned, target = device.pinned(size), device.empty((size,), torch.uint8)
     times = []
     for _ in range(3):
         start = time.perf_counter()
