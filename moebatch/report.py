@@ -11,9 +11,9 @@ from typing import Any
 
 from moebatch import __version__
 from moebatch.data.requests import Completion, Outcome
-from moebatch.plan.memory import MemoryPlan
+from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.policy import Policy
+from moebatch.plan.optimizer import Plan
 from moebatch.units import format_bytes, format_duration
 
 SCHEMA_VERSION = 1
@@ -79,9 +79,8 @@ class Report:
     spec: ModelSpec
     compute_dtype: str | None
     machine: dict[str, Any]
-    policy: Policy | None
+    plan: Plan | DevicePlan | None
     policy_source: str
-    memory_plan: MemoryPlan | None
     memory_budget_bytes: int
     peak_rss_bytes: int
     rows: RowCounts
@@ -136,6 +135,7 @@ class Report:
             "io": {"disk_read_bytes": self.disk_read_bytes},
             "lanes_busy_s": dict(self.lane_busy_s),
             "passes": self.passes,
+            "predicted_vs_measured": self._compared(),
             "moe": expert_load(self.expert_tokens) if self.spec.has_router else None,
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
@@ -157,18 +157,25 @@ class Report:
             f"decode {format_duration(self.times.decode)} for {rows.generated_tokens:,} new tokens · "
             f"load {format_duration(self.times.load)}",
         ]
-        if self.policy is not None:
+        if self.plan is not None:
+            policy = self.plan.policy
             lines.append(
                 f"memory peak {format_bytes(self.peak_rss_bytes)} of "
-                f"{format_bytes(self.memory_budget_bytes)} · batch {self.policy.batch_size} · "
-                f"weights resident {self.policy.weights_resident:.0%}"
+                f"{format_bytes(self.memory_budget_bytes)}, planned "
+                f"{format_bytes(self.plan.memory.total)} · batch {policy.batch_size} · "
+                f"weights resident {policy.weights_resident:.0%}"
+            )
+        if isinstance(self.plan, Plan):
+            lines.append(
+                f"predicted {self.plan.job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
+                f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
             )
         if gpu := self.machine.get("gpu"):
             kind = "emulated accelerator, no real one" if gpu["emulated"] else "accelerator"
             lines.append(
                 f"{kind}: {gpu['name']} · {format_bytes(gpu['peak_bytes'])} of "
                 f"{format_bytes(gpu['memory_bytes'])} · schedule "
-                f"{self.policy.schedule if self.policy else None}"
+                f"{self.plan.policy.schedule if self.plan else None}"
             )
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
@@ -176,14 +183,51 @@ class Report:
         return lines + [f"warning: {text}" for text in self.warnings]
 
     def _policy(self) -> dict[str, Any] | None:
-        if self.policy is None:
+        if self.plan is None:
             return None
-        return {**asdict(self.policy), "source": self.policy_source}
+        said = self.plan.job.throughput if isinstance(self.plan, Plan) else None
+        predicted = {"predicted_tok_s": said}
+        return {**asdict(self.plan.policy), "source": self.policy_source, **predicted}
 
     def _memory_plan(self) -> dict[str, int] | None:
-        if self.memory_plan is None:
+        if self.plan is None:
             return None
-        return {**asdict(self.memory_plan), "total": self.memory_plan.total}
+        memory = self.plan.memory
+        return {**asdict(memory), "total": int(memory.total)}
+
+    def _compared(self) -> dict[str, dict[str, float | None]] | None:
+        """What the planner said and what happened, in total and per resource.
+
+        Rows that end before their max_tokens make a job shorter than planned: then the rates compare.
+        """
+        if not isinstance(self.plan, Plan):
+            return None
+        job, times = self.plan.job, self.times
+        pairs = {
+            "generation_throughput": (job.throughput, self.generation_throughput),
+            "prefill_s": (job.prefill_s, times.prefill),
+            "decode_s": (job.decode_s, times.decode),
+            "passes": (job.passes, self.passes),
+            "generated_tokens": (job.generated_tokens, self.rows.generated_tokens),
+            "cpu_busy_s": (job.parts.get("compute"), self._cpu_busy_s()),
+            "disk_busy_s": (job.parts.get("disk"), self.lane_busy_s.get("disk", 0.0)),
+            "memory_bytes": (int(self.plan.memory.total), self.peak_rss_bytes),
+        }
+        return {
+            name: {"predicted": said, "measured": was, "ratio": _ratio(said, was)}
+            for name, (said, was) in pairs.items()
+        }
+
+    def _cpu_busy_s(self) -> float:
+        """Everything that the caller's thread did: its lane's tasks, and sampling between passes."""
+        stalled = self.times.prefill + self.times.decode
+        return stalled if not self.disk_bound else self.lane_busy_s.get("cpu", 0.0)
+
+    @property
+    def disk_bound(self) -> bool:
+        """Whether the disk was busy for most of the run."""
+        seconds = self.times.prefill + self.times.decode
+        return self.lane_busy_s.get("disk", 0.0) > 0.8 * seconds
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -220,6 +264,10 @@ class Report:
             "requests_per_second": _rate(self.rows.succeeded, self.times.total),
             "tokens_per_second": _rate(tokens, self.times.total),
         }
+
+
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured if predicted is not None and measured else None
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: tiny models made once a session, and an engine around one."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import models
 import pytest
 import torch
 
+# No test measures the machine it runs on, unless it is about measuring.
+os.environ.setdefault("MOEBATCH_MACHINE", str(Path(__file__).parent / "machine.json"))
 # Tiny tensors gain nothing from more, and stalls on a busy machine cost much.
 torch.set_num_threads(1)
 

@@ -17,6 +17,7 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeSharedConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -209,6 +210,19 @@ CONFIGS: dict[str, Any] = {
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
             "use_bias": True,
+            **kw,
+        }
+    ),
+    "minimax_m2": lambda **kw: MiniMaxM2Config(
+        **{
+            **BASE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
             **kw,
         }
     ),

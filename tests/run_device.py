@@ -10,6 +10,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.device_backend import DeviceBackend
+from moebatch.runtime.kv_cache import BlockTable
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Row:
     prompt_len: int
     joins: int
     micro_batch: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=BlockTable)
     done: int = 0
     logits: list = field(default_factory=list)
 

@@ -71,7 +71,7 @@ def run(
 
 def cached_numbers(path: Path) -> int:
     """Numbers that one token has in the KV cache of a model."""
-    with open_engine(path, POLICY) as engine:
+    with open_engine(path, POLICY, kv_blocks=8, batch_size=8) as engine:
         kv = engine._kv
         pools = [pool.numel() for layer in kv._layers for pool in layer]
         return sum(pools) // (kv.num_blocks * kv.block_tokens)

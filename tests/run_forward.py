@@ -15,7 +15,7 @@ from moebatch.plan.schedule import Lane, prologue, zigzag
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
-from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.kv_cache import BlockTable, KVCache
 from moebatch.runtime.weight_store import WeightStore
 
 
@@ -32,8 +32,10 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
         head_dim=spec.cache_head_dim,
         value_dim=spec.cache_value_dim,
         dtype=policy.kv_dtype,
+        windows=spec.layer_windows,
+        max_sequences=len(prompts),
     )
-    tables: list[list[int]] = [[] for _ in prompts]
+    tables = [BlockTable() for _ in prompts]
     found: list[list[Tensor]] = [[] for _ in prompts]
     with Checkpoint(path) as checkpoint:
         store = WeightStore(

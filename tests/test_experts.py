@@ -210,3 +210,35 @@ def test_routing_of_large_logits_stays_finite() -> None:
     )  # fmt: skip
     assert weights.isfinite().all()
     assert experts[:, 0].tolist() == [3, 3]
+
+
+def test_routers_by_hand() -> None:
+    """Each kind on logits that can be followed with a pencil."""
+    hidden = torch.eye(4)[:1]
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    weight = torch.zeros(4, 4)
+    weight[:, 0] = logits
+
+    def routed(router=None, **spec):
+        weights, experts = route(
+            hidden, router or Router(weight=weight), RouterSpec(**spec), top_k=2
+        )
+        return weights[0].tolist(), experts[0].tolist()
+
+    e = torch.e
+    weights, experts = routed(scores="softmax_of_chosen")
+    assert experts == [0, 1]
+    assert weights == pytest.approx([e / (1 + e), 1 / (1 + e)])
+    weights, experts = routed(norm_p=2.0, scale=3.0)
+    assert weights[0] ** 2 + weights[1] ** 2 == pytest.approx(9.0)
+    biased = Router(weight=weight, selection_bias=torch.tensor([0.0, 0.0, 0.0, 5.0]))
+    weights, experts = routed(biased, scores="sigmoid", has_selection_bias=True, norm_p=None)
+    assert experts == [3, 0]  # chosen by the bias, weighed without it
+    assert weights == pytest.approx([1 / (1 + e), 1 / (1 + e**-2)])
+    weights, experts = routed(biased, scores="sigmoid", norm_p=None, num_groups=2, top_groups=1,
+                              group_score="best_two")  # fmt: skip
+    assert experts == [3, 2]  # the second group has the larger sum
+    weights, experts = routed(scores="sparsemixer", jitter=0.3, norm_p=None)
+    assert experts == [0, 1]
+    # within 60 % of 2: 2 and 1; then of what is left, within 60 % of 1 or of their own size: 1
+    assert weights == pytest.approx([e / (1 + e), 1.0])

@@ -5,6 +5,7 @@ Parametrised over all families of tests/models.py: a new family is tested by its
 
 import math
 import random
+from dataclasses import replace
 
 import models
 import pytest
@@ -14,6 +15,7 @@ from test_logits import assert_logits_equal, prompts_of
 
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
+from moebatch.plan.memory import kv_block_bytes, kv_cache_bytes
 
 ALL = list(models.CONFIGS)
 
@@ -137,3 +139,16 @@ def test_layers_without_experts(tmp_path) -> None:
         assert_logits_equal(
             model, path, prompts_of(3, [9, 40]), chunk=17, weights_resident=resident
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("gpt_oss", {}), ("mistral", {"sliding_window": 40})]
+)
+def test_the_cache_of_windowed_layers_is_as_large_as_planned(kind, windows, tmp_path) -> None:
+    path = models.save(models.reference_model(kind, **windows), tmp_path)
+    policy = replace(run_engine.POLICY, batch_size=3, kv_blocks=60)
+    with run_engine.open_engine(path, policy) as engine:
+        held = sum(layer.nbytes for layer in engine._kv._layers)
+    spec = resolve_model(str(path)).spec
+    assert held == kv_cache_bytes(spec, policy)
+    assert held < 60 * kv_block_bytes(spec, policy.kv_dtype)

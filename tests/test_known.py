@@ -58,6 +58,8 @@ def test_layers_of_deepseek_and_gpt_oss() -> None:
     assert lite.num_expert_pages == 26 * 64
     assert lite.kv_size * 2 * 27 * 2 == 27 * 2 * 16 * 192 * 2  # what attention sees, expanded
     oss = KNOWN["gpt-oss-20b"].spec
+    assert round(oss.stored_expert_bytes / 1e6, 1) == 13.2  # mxfp4
+    assert round(2 * oss.expert_params / 1e6, 1) == 49.8
     assert oss.layer_windows == (128, None) * 12
 
 

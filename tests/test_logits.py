@@ -65,7 +65,7 @@ def test_half_precision_weights_are_used_as_they_are(dtype, weights_resident, tm
 
 
 @pytest.mark.skipif(not has_bf16(), reason="this processor has no bf16 arithmetic")
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("kind", list(models.CONFIGS))
 def test_bf16_arithmetic_is_close_under_any_policy(kind, tmp_path) -> None:
     """bf16 rounds to 2^-9; noise, and now and then a token that goes to another expert, stay small."""
     model = models.reference_model(kind)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from moebatch.errors import UsageError
 from moebatch.plan.calibrate import predicted
-from moebatch.plan.device_fit import fit, host_memory
-from moebatch.plan.memory import MemoryPlan
+from moebatch.plan.device_fit import DevicePlan, fit, host_memory
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import Overrides
+from moebatch.plan.optimizer import Plan
 from moebatch.plan.pipeline import STYLES
-from moebatch.plan.policy import Policy
+from moebatch.plan.policy import Overrides
 from moebatch.plan.timeline import chrome_trace
-from moebatch.units import parse_bytes
+from moebatch.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from moebatch.runtime.backend import PassResult
@@ -71,21 +70,33 @@ def open_accelerator(options: AcceleratorOptions) -> "Device | None":
     return device
 
 
-def fit_to(device: "Device", spec: ModelSpec, policy: Policy, memory: MemoryPlan, *,
-           schedule: str | None, fixed: Overrides) -> tuple[Policy, MemoryPlan]:  # fmt: skip
-    """The policy and the host's memory with an accelerator.
+def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
+           fixed: Overrides) -> DevicePlan:  # fmt: skip
+    """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
 
     Raises: NoFeasiblePolicy when its memory does not do.
     """
-    found = fit(
+    policy = fit(
         spec,
-        policy,
+        plan.policy,
         schedule=schedule or "cgopipe",
         device_bytes=device.memory.limit,
         micro_batch_size=fixed.micro_batch_size,
         weights_resident=fixed.weights_resident,
     )
-    return found, host_memory(spec, found, memory, emulated=device.emulated)
+    memory = host_memory(spec, policy, plan.memory, emulated=device.emulated)
+    return DevicePlan(policy=policy, memory=memory)
+
+
+def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> str:
+    """The plan in one line, before a run."""
+    policy = plan.policy
+    return (
+        f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
+        f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "
+        f"weights resident {policy.weights_resident:.0%} · planned host memory "
+        f"{format_bytes(plan.memory.total)} of {format_bytes(budget)}"
+    )
 
 
 def write_trace(path: Path, passes: "Sequence[PassResult]") -> None:

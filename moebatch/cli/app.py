@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import models, run
+from moebatch.cli import doctor, models, plan, run
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -26,6 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=EXIT_CODES)(run.run)
+app.command("plan", epilog=EXIT_CODES)(plan.plan)
+app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from moebatch.data.columns import ColumnNames
 from moebatch.errors import UsageError
-from moebatch.plan.optimizer import Overrides
+from moebatch.plan.policy import Overrides, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,16 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceOptions:
-    """What the run may use. `memory_bytes` None: what the machine leaves free."""
+    """What the run may use. `memory_bytes` None: what the machine leaves free.
+
+    `policy` None: the planner chooses.
+    """
 
     memory_bytes: int | None
     cpu_threads: int | None
     dtype: str
     overrides: Overrides
+    policy: Policy | None = None
 
 
 def text_or_file(value: str | None) -> str | None:

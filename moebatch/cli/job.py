@@ -12,11 +12,13 @@ from uuid import uuid4
 from moebatch.cli.accelerator import (
     TRACED_PASSES,
     AcceleratorOptions,
+    device_line,
     fit_to,
     open_accelerator,
     write_trace,
 )
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
+from moebatch.cli.planning import plan_line, plan_run
 from moebatch.cli.progress import State, View
 from moebatch.data.chat import load_chat_template
 from moebatch.data.counting import count_rows
@@ -31,12 +33,12 @@ from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint, read_json
 from moebatch.model.resolve import LocalModel
 from moebatch.model.stored import locate
-from moebatch.plan.memory import LOADERS, MemoryPlan
-from moebatch.plan.optimizer import Overrides, choose
-from moebatch.plan.policy import Policy
+from moebatch.plan.device_fit import DevicePlan
+from moebatch.plan.memory import LOADERS
+from moebatch.plan.optimizer import Plan
+from moebatch.plan.policy import Overrides
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, RowCounts, Times
-from moebatch.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moebatch.runtime.engine import Engine, EngineStats
@@ -189,25 +191,22 @@ class Job:
         threads = use_threads(self.resources.cpu_threads or host.num_cores())
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
-        policy, memory = choose(
-            self.model.spec,
-            workload,
-            memory_bytes=budget,
-            base_bytes=host.base_bytes(),
-            fixed=self.resources.overrides,
-        )
         device = open_accelerator(self.accelerator)
+        planned = plan_run(self.model, workload, self.resources, compute=compute, threads=threads,
+                           budget=budget, base_bytes=host.base_bytes())  # fmt: skip
+        plan: Plan | DevicePlan = planned
+        line = plan_line(self.model.name, self.model.spec, planned, budget)
         if device is not None:
-            policy, memory = fit_to(device, self.model.spec, policy, memory,
-                                    schedule=self.accelerator.schedule,
-                                    fixed=self.resources.overrides)  # fmt: skip
-        view.note(_plan_line(self.model, policy, memory, budget))
+            plan = fit_to(device, self.model.spec, planned, schedule=self.accelerator.schedule,
+                          fixed=self.resources.overrides)  # fmt: skip
+            line = device_line(self.model.name, device, plan, budget)
+        view.note(line)
         total = len(head) if workload.num_sequences is not None else self._count_rows()
         with Engine(
             checkpoint,
             spec=self.model.spec,
             family=self.model.family,
-            policy=policy,
+            policy=plan.policy,
             open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
             decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
             eos_token_ids=self.model.eos_token_ids,
@@ -223,7 +222,11 @@ class Job:
                 flow.take(outcome)
             if self.accelerator.trace is not None:
                 write_trace(self.accelerator.trace, engine.traced)
-            return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
+            return Computed.of(engine, plan=plan, budget=budget, compute=compute)
+
+    def _policy_source(self) -> str:
+        start = "planned" if self.resources.policy is None else "file"
+        return start if self.resources.overrides == Overrides() else f"{start}, overridden"
 
     def _count_rows(self) -> int | None:
         return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
@@ -244,9 +247,8 @@ class Job:
             spec=self.model.spec,
             compute_dtype=done.compute,
             machine={**host.describe(), "gpu": done.device},
-            policy=done.policy,
-            policy_source="planned" if self.resources.overrides == Overrides() else "overridden",
-            memory_plan=done.memory,
+            plan=done.plan,
+            policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
             peak_rss_bytes=host.peak_rss_bytes(),
             rows=flow.counts,
@@ -265,8 +267,7 @@ class Job:
 class Computed:
     """What the engine has to say about a run once it is over."""
 
-    policy: Policy | None
-    memory: MemoryPlan | None
+    plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
     device: dict[str, Any] | None = None
@@ -279,13 +280,12 @@ class Computed:
     expert_tokens: Sequence[Sequence[int]] = ()
 
     @classmethod
-    def of(cls, engine: "Engine", *, policy: Policy, memory: MemoryPlan, budget: int,
+    def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
            compute: str) -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
-            policy=policy,
-            memory=memory,
+            plan=plan,
             budget=budget,
             compute=compute,
             device=engine.device_facts,
@@ -301,7 +301,7 @@ class Computed:
     @classmethod
     def nothing(cls) -> "Computed":
         """No row could become a request, so no model was loaded."""
-        return cls(policy=None, memory=None, budget=0)
+        return cls(plan=None, budget=0)
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
@@ -326,16 +326,6 @@ def _workload(head: Sequence[Request]) -> WorkloadSpec:
         for _ in range(request.params.n)
     ]
     return WorkloadSpec.measure(lengths, complete=len(head) < _PEEKED_ROWS)
-
-
-def _plan_line(model: LocalModel, policy: Policy, memory: MemoryPlan, budget: int) -> str:
-    spec = model.spec
-    return (
-        f"{model.name}: {format_count(spec.total_params)} parameters, "
-        f"{format_count(spec.active_params)} active · batch {policy.batch_size}, "
-        f"micro-batch {policy.micro_batch_size} · weights resident {policy.weights_resident:.0%} · "
-        f"planned memory {format_bytes(memory.total)} of {format_bytes(budget)}"
-    )
 
 
 def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:

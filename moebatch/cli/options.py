@@ -182,6 +182,11 @@ MicroBatchSize = Annotated[
     int | None,
     typer.Option(help="Rows per attention call; default: planned.", rich_help_panel=_RESOURCES),
 ]
+PolicyFile = Annotated[
+    str,
+    typer.Option("--policy", help="auto, or a file that plan --save wrote; flags replace its fields.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
 WeightsResident = Annotated[
     str,
     typer.Option(help="Share of the weights kept in memory: auto or 0..1.",

@@ -73,6 +73,7 @@ def run(
     cpu_threads: opt.CpuThreads = None,
     batch_size: opt.BatchSize = None,
     micro_batch_size: opt.MicroBatchSize = None,
+    policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
     device: opt.Device = "auto",
@@ -129,7 +130,7 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident),
+                            weights_resident=weights_resident, policy=policy),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
                                         trace=trace),
     )  # fmt: skip
@@ -181,6 +182,9 @@ CHOICES = {
     "truncation_side": ("left", "right", "middle"),
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attention": ("auto", "cpu", "gpu"),
+    "ffn": ("auto", "cpu", "gpu"),
+    "policy_space": ("full", "paper"),
 }
 
 
@@ -211,32 +215,41 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str) -> "ResourceOptions":  # fmt: skip
+              kv_cache_dtype: str, policy: str = "auto") -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
 
     Raises: UsageError for numbers out of range.
     """
     from moebatch.cli.asked import ResourceOptions
-    from moebatch.plan.optimizer import Overrides
+    from moebatch.cli.planning import read_policy
+    from moebatch.plan.policy import Overrides
 
     for name, value in (("--cpu-threads", cpu_threads), ("--batch-size", batch_size),
                         ("--micro-batch-size", micro_batch_size)):  # fmt: skip
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1")
+    memory_bytes = None if memory == "auto" else parse_bytes(memory)
+    if memory_bytes == 0:
+        raise UsageError("--memory must be more than 0", hint="write it like 6GiB, or auto")
     return ResourceOptions(
-        memory_bytes=None if memory == "auto" else parse_bytes(memory),
+        memory_bytes=memory_bytes,
+        policy=read_policy(policy),
         cpu_threads=cpu_threads,
         dtype=dtype,
         overrides=Overrides(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
-            weights_resident=_share(weights_resident),
+            weights_resident=share("--weights-resident", weights_resident),
             kv_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
         ),
     )
 
 
-def _share(text: str) -> float | None:
+def share(option: str, text: str) -> float | None:
+    """The number of an option that is auto or a share.
+
+    Raises: UsageError for anything else.
+    """
     if text == "auto":
         return None
     try:
@@ -244,5 +257,5 @@ def _share(text: str) -> float | None:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise UsageError(f"--weights-resident {text} is neither auto nor a number from 0 to 1")
+        raise UsageError(f"{option} {text} is neither auto nor a number from 0 to 1")
     return value

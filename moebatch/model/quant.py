@@ -16,7 +16,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where output k of eight lies in AWQ's w
 
 
 def decode(stored: Stored, tensors: list[Tensor], quantization: Quantization) -> Tensor:
-    """The matrix [O, I] (or vector) of one source, in float32 where it was quantised.
+    """The matrix [O, I] (or vector) of one source, exact or in float32 where it was quantised.
 
     `tensors` are the source's entries in their order, in the types and shapes of the checkpoint.
     """
@@ -52,12 +52,15 @@ def arrange(out: Tensor, matrix: Tensor, layout: Layout) -> None:
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [O, I/32, 16] uint8, low half first, and scales [O, I/32] uint8 (2^(s - 127)).
 
+    The result is bf16, which holds every such number. Two numbers are looked up at a time.
     Source: OCP Microscaling formats 1.0, sections 5.2 and 5.4.
     """
-    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
-    pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
-    values = torch.ldexp(pairs.flatten(2), scales.int()[..., None] - 127)
-    return values.flatten(1)
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.bfloat16)
+    byte = torch.arange(256)
+    pairs = torch.stack((table[byte & 15], table[byte >> 4]), dim=-1).view(torch.int32).flatten()
+    values = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
+    factors = torch.exp2(scales.float() - 127).bfloat16()
+    return values.view(*scales.shape, 32).mul_(factors[..., None]).flatten(1)
 
 
 def fp8(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
@@ -96,24 +99,24 @@ def awq(weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 def packed(weight: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None) -> Tensor:
     """weight [O, I/8], scales [O, N], zeros [O/8, N] (None: 0); numbers are stored with 8 added."""
     numbers = _nibbles(weight)
-    if zeros is None:
-        points = torch.full(scales.shape, 8, dtype=torch.int32)
-    else:
-        points = _nibbles(zeros.t()).t()[: scales.shape[0]]
-    return _scaled(numbers, scales, points, groups)
+    offset = torch.full(scales.shape, 8) if zeros is None else _nibbles(zeros.t()).t()
+    return _scaled(numbers, scales, offset[: scales.shape[0]], groups)
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """int32 [R, C] -> [R, 8C]: the eight 4-bit numbers of each word, lowest first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & 15).flatten(1)
+    """int32 [R, C] -> uint8 [R, 8C]: the eight 4-bit numbers of each word, lowest first."""
+    # lowest byte first: the machines of the formats, and ours
+    octets = words.reshape(-1).view(torch.uint8).view(words.shape[0], -1)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
 
 def _scaled(numbers: Tensor, scales: Tensor, points: Tensor, groups: Tensor | None) -> Tensor:
     """(numbers - points) * scales: [O, I], and [O, N] of each group of inputs."""
     if groups is not None:
         index = groups.long()
-        return (numbers - points[:, index]).float() * scales.float()[:, index]
+        return (numbers.float() - points.float()[:, index]).mul_(scales.float()[:, index])
     rows, columns = numbers.shape
-    grouped = (numbers.reshape(rows, scales.shape[1], -1) - points[..., None]).float()
-    return (grouped * scales.float()[..., None]).view(rows, columns)
+    grouped = numbers.reshape(rows, scales.shape[1], -1).float()
+    return (
+        grouped.sub_(points.float()[..., None]).mul_(scales.float()[..., None]).view(rows, columns)
+    )

@@ -6,7 +6,7 @@ compressed-tensors' "pack-quantized"; 4-bit integers throughout.
 Shapes: O outputs (rows), I inputs (columns).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -293,13 +293,3 @@ def _need(holds: bool, entry: TensorEntry) -> None:
             " not fit its quantisation",
             hint="the checkpoint is damaged, or its quantization_config belongs to another one",
         )
-
-
-def part_bytes(part: Part, item_bytes: int) -> int:
-    """Bytes of a part in our layout."""
-    return prod(part.shape) * item_bytes
-
-
-def sources_of(checkpoint: Directory, part: Part) -> Sequence[Stored]:
-    """Where all sources of a part lie."""
-    return [locate(checkpoint, source) for source in part.sources]

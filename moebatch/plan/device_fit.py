@@ -7,12 +7,12 @@ resident pages as there is room for. Bytes only, no rates.
 from dataclasses import dataclass, replace
 
 from moebatch.errors import NoFeasiblePolicy
+from moebatch.plan.cost import expert_page_bytes
 from moebatch.plan.memory import (
     FLOAT,
     MAX_LOGIT_ROWS,
     MemoryPlan,
     attention_page_bytes,
-    expert_page_bytes,
     kv_block_bytes,
 )
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
@@ -44,6 +44,14 @@ class DeviceMemory:
         """Peak bytes."""
         held = self.head + self.resident_weights + self.layer_buffers + self.kv_cache
         return held + self.contexts + self.activations + self.workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """A policy fitted to an accelerator, and the host memory it takes; nothing is predicted."""
+
+    policy: Policy
+    memory: MemoryPlan
 
 
 def device_memory(spec: ModelSpec, policy: Policy) -> DeviceMemory:

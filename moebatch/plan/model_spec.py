@@ -83,7 +83,8 @@ class ModelSpec:
 
     `layer_windows[i]` is the sliding attention window of layer i in tokens, None for full attention.
     `weight_dtype` is the data type in which matrices are held: the checkpoint's, or where that is
-    quantised what it is decoded to. Layers in `dense_layers` have one FFN of `dense_size` and no
+    quantised what it is decoded to; `stored_bits` is then what a number of an expert takes on disk.
+    Layers in `dense_layers` have one FFN of `dense_size` and no
     experts; all others also an FFN of `shared_size` for every token, if that is not 0. Both belong to
     the page of the attention.
     """
@@ -107,6 +108,7 @@ class ModelSpec:
     output_bias: bool = False
     qk_norm: bool = False
     weight_dtype: str = "bfloat16"
+    stored_bits: float | None = None
     router: RouterSpec = RouterSpec()
     latent: LatentSpec | None = None
     norm: Literal["rms", "layer"] = "rms"
@@ -184,6 +186,12 @@ class ModelSpec:
         """Parameters of one expert: gate, up and down matrices, and their biases."""
         bias = (2 * self.expert_size + self.hidden_size) * self.expert_bias
         return 3 * self.hidden_size * self.expert_size + bias
+
+    @property
+    def stored_expert_bytes(self) -> int:
+        """Bytes of one expert in the checkpoint: what a streamed page has to be read of."""
+        bits = self.stored_bits or 8 * DTYPE_BYTES[self.weight_dtype]
+        return round(self.expert_params * bits / 8)
 
     @property
     def shared_params(self) -> int:

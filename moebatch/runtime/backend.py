@@ -90,7 +90,7 @@ class HostBackend:
             page_slots=self._page_slots,
             compute=compute,
         )
-        self.kv = host_cache(spec, policy)
+        self.kv = host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
         self._forward = Forward(spec=spec, store=self._store, kv=self.kv)
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK])
@@ -139,8 +139,8 @@ class HostBackend:
         return self._schedules[num_micro_batches]
 
 
-def host_cache(spec: ModelSpec, policy: Policy) -> KVCache:
-    """The KV cache in host memory."""
+def host_cache(spec: ModelSpec, policy: Policy, *, windows: Sequence[int | None] = ()) -> KVCache:
+    """The KV cache in host memory; layers with one of the `windows` named keep no more than that."""
     return KVCache(
         num_layers=spec.num_layers,
         num_blocks=policy.kv_blocks,
@@ -148,6 +148,8 @@ def host_cache(spec: ModelSpec, policy: Policy) -> KVCache:
         head_dim=spec.cache_head_dim,
         value_dim=spec.cache_value_dim,
         dtype=policy.kv_dtype,
+        windows=windows,
+        max_sequences=policy.batch_size,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moebatch.model.layers import Rope
-from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.kv_cache import BlockTable, KVCache
 
 # Decode rows are attended in groups whose shortest block table is at least this share of the
 # longest: bounds the padding of a gather and keeps the number of calls small.
@@ -31,7 +31,7 @@ class Segment:
 
     token_ids: tuple[int, ...]
     start: int
-    blocks: list[int]
+    blocks: BlockTable
     max_len: int = 0
 
     @property
@@ -44,13 +44,27 @@ class Segment:
 class DecodeGroup:
     """Decode rows attended in one call: tokens [first, last) of the micro-batch.
 
-    `masks` gives, for each attention window of the model, who sees what: [R, C] bool.
+    `masks` gives, for each attention window of the model, who sees what: [R, C] bool. With a window
+    C are the slots of a ring, which `ring_rows` gathers.
     """
 
     first: int
     last: int
     block_rows: Tensor
+    ring_rows: Tensor | None
     masks: Mapping[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingRun:
+    """A prompt's tokens in a layer with a window.
+
+    `past` [P, G] are the slots of the tokens before the run that it can see, `kept` [K, G] those into
+    which its last K tokens are written once it has been attended: they may take the past's places.
+    """
+
+    past: Tensor
+    kept: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +78,21 @@ class PromptRun:
     last: int
     context: int
     block_rows: Tensor | None
+    ring: RingRun | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Tokens [first, last) of the pass, with all that attention needs to know of them."""
+    """Tokens [first, last) of the pass, with all that attention needs to know of them.
+
+    `slots` [Q, G] is where they are written, `ring_slots` [N, G] where the N decode tokens, which come
+    first, are written in layers with a window.
+    """
 
     first: int
     last: int
     slots: Tensor
+    ring_slots: Tensor | None
     rope: tuple[Tensor, Tensor]
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptRun, ...]
@@ -133,18 +153,35 @@ def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
     for segment in segments[num_decode:]:
         begin, end = end, end + len(segment.token_ids)
         earlier = kv.block_rows([segment.blocks]) if segment.start else None
-        run = PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier)
-        prompts.append(run)
+        ring = _ring_run(segment, kv, windows) if kv.ring_tokens else None
+        prompts.append(
+            PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier, ring=ring)
+        )
     positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
     limits = torch.cat([torch.full((s.end - s.start,), max(s.max_len, s.end)) for s in segments])
     slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
+    ring_slots = None
+    if kv.ring_tokens:
+        rings = [kv.ring_slots(s.blocks, s.start, s.end) for s in segments[:num_decode]]
+        ring_slots = torch.cat(rings) if rings else slots[:0]
     return MicroBatch(
         first=first,
         last=first + end,
         slots=slots,
+        ring_slots=ring_slots,
         rope=rope.table(positions, limits),
         decode=groups,
         prompts=tuple(prompts),
+    )
+
+
+def _ring_run(segment: Segment, kv: KVCache, windows: Seq[int | None]) -> RingRun:
+    widest = max(window for window in windows if window is not None)
+    first_seen = max(0, segment.start - widest + 1)
+    first_kept = max(segment.start, segment.end - kv.ring_tokens)
+    return RingRun(
+        past=kv.ring_slots(segment.blocks, first_seen, segment.start),
+        kept=kv.ring_slots(segment.blocks, first_kept, segment.end),
     )
 
 
@@ -168,9 +205,21 @@ def _decode_group(segments: Seq[Segment], first: int, *, kv: KVCache,
     length = torch.tensor([segment.end for segment in segments])[:, None]
     position = torch.arange(block_rows.shape[2] * kv.block_tokens)
     visible = position < length
-    masks = {
-        window: visible if window is None else visible & (position >= length - window)
-        for window in set(windows)
-    }
-    last = first + len(segments)
-    return DecodeGroup(first=first, last=last, block_rows=block_rows, masks=masks)
+    masks: dict[int | None, Tensor] = {None: visible}
+    ring_rows = None
+    if kv.ring_tokens:
+        ring_rows = kv.ring_rows(tables)
+        slot = torch.arange(ring_rows.shape[2] * kv.block_tokens)
+        held = length - 1 - (length - 1 - slot) % kv.ring_tokens  # negative: nothing yet
+        for window in {window for window in windows if window is not None}:
+            masks[window] = (held >= 0) & (held >= length - window)
+    else:  # a cache without rings keeps all of a row, whatever the window
+        for window in {window for window in windows if window is not None}:
+            masks[window] = visible & (position >= length - window)
+    return DecodeGroup(
+        first=first,
+        last=first + len(segments),
+        block_rows=block_rows,
+        ring_rows=ring_rows,
+        masks=masks,
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
+from moebatch.model.families.parts import Part
 from moebatch.model.linear import ComputeType, Linear, pack
 from moebatch.model.weights import (
     MATRICES,
@@ -32,8 +33,9 @@ from moebatch.plan.pipeline import STAGING_SLOTS, WEIGHT_BUFFERS
 from moebatch.plan.schedule import Processor
 from moebatch.plan.stream import Home, StreamPlan, stream_plan
 from moebatch.runtime.device import Device
-from moebatch.runtime.page_reader import PageReader, Where, byte_buffer
+from moebatch.runtime.page_reader import PageReader
 
+Where = tuple[int, int]
 Parts = dict[str, Linear | Tensor]
 
 
@@ -45,7 +47,7 @@ class _Content:
         self.parts: dict[int, Parts] = {}
 
 
-class DeviceStore(PageReader):
+class DeviceStore:
     """The weights of one model on one device."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, table: PageTable,
@@ -56,10 +58,13 @@ class DeviceStore(PageReader):
         Where the experts run on the host none of them is streamed, whatever the table says.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
-        super().__init__(checkpoint, spec=spec, family=family)
+        self._spec, self._family = spec, family
+        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
         self._device, self._compute, self._ffn = device, compute, ffn
         self._table = table if ffn == "gpu" else _attention_only(table)
-        sizes = {where: self.layout(self.parts(where))[1] for where in self._table.streamed}
+        every = (*self._table.resident, *self._table.streamed)
+        self._plans = {where: self._reader.plan(self._parts(where)) for where in every}
+        sizes = {where: self._plans[where].num_bytes for where in self._table.streamed}
         self.plan: StreamPlan = stream_plan(self._table, sizes, num_pages=num_pages, homes=homes)
         self._images = {
             layer: self._image(homes[layer], self.plan.layers[layer].num_bytes)
@@ -92,8 +97,8 @@ class DeviceStore(PageReader):
                 progress(done, len(where))
         if self._spec.sinks:  # the host attends, so it needs them whatever page they are in
             for layer in range(self._spec.num_layers):
-                part = next(p for p in self.parts((layer, ATTENTION_PAGE)) if p.name == "sinks")
-                self.sinks[layer] = self.read_one(part).float()
+                part = next(p for p in self._parts((layer, ATTENTION_PAGE)) if p.name == "sinks")
+                self.sinks[layer] = self._read_now(part).float()
 
     def stage_page(self, layer: int, page: int) -> None:
         """Copy or read a page into a staging slot."""
@@ -157,6 +162,21 @@ class DeviceStore(PageReader):
         """The type in which the experts compute, and want their inputs."""
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights read from the checkpoint so far."""
+        return self._reader.bytes_read
+
+    def _parts(self, where: Where) -> tuple[Part, ...]:
+        layer, page = where
+        if page == ATTENTION_PAGE:
+            return self._family.attention_parts(self._spec, layer)
+        return self._family.expert_parts(self._spec, layer, page - 1)
+
+    def _read_now(self, part: Part) -> Tensor:
+        plan = self._reader.plan([part])
+        return self._reader.read(plan, _host_bytes(plan.num_bytes))[part.name]
+
     def _parts_of(self, where: Where) -> Parts:
         if where in self._resident:
             return self._resident[where]
@@ -169,20 +189,20 @@ class DeviceStore(PageReader):
     def _views(self, where: Where, memory: Tensor) -> Parts:
         """A page's parts as they are computed with, from its bytes in device memory."""
         found: Parts = {}
-        for name, tensor in self.views(self.parts(where), memory).items():
+        for name, tensor in self._reader.views(self._plans[where], memory).items():
             linear = name in MATRICES
             found[name] = self._device.linear(tensor, self._compute) if linear else tensor.float()
         return found
 
     def _load_one(self, where: Where) -> None:
         layer, page = where
-        parts = self.parts(where)
+        plan = self._plans[where]
         unit = next((u for u in self.plan.layers[layer].units if u.index == page), None)
         if unit is not None:
-            self.read(parts, self._images[layer][unit.start : unit.end])
+            self._reader.read(plan, self._images[layer][unit.start : unit.end])
             return
-        memory = byte_buffer(self.layout(parts)[1])
-        tensors = self.read(parts, memory)
+        memory = _host_bytes(plan.num_bytes)
+        tensors = self._reader.read(plan, memory)
         if page != ATTENTION_PAGE and self._ffn == "cpu":
             self._host_experts[where] = {
                 name: pack(t, self._compute) if name in MATRICES else t.float()
@@ -194,7 +214,7 @@ class DeviceStore(PageReader):
         self._resident[where] = self._views(where, held)
 
     def _image(self, home: Home, num_bytes: int) -> Tensor:
-        return self._device.pinned(num_bytes) if home == "pinned" else byte_buffer(num_bytes)
+        return self._device.pinned(num_bytes) if home == "pinned" else _host_bytes(num_bytes)
 
     def _read_range(self, layer: int, first: int, last: int, out: Tensor) -> None:
         """Bytes [first, last) of a layer that lies on disk; units are read whole, each once."""
@@ -204,19 +224,19 @@ class DeviceStore(PageReader):
                 continue
             where = (layer, unit.index)
             if self._last_read is None or self._last_read[0] != where:
-                memory = byte_buffer(unit.end - unit.start)
-                self.read(self.parts(where), memory)
-                self.forget(self.parts(where))
+                memory = _host_bytes(unit.end - unit.start)
+                self._reader.read(self._plans[where], memory)
+                self._reader.forget(self._plans[where])
                 self._last_read = (where, memory)
             source = self._last_read[1][begin - unit.start : end - unit.start]
             out[begin - first : end - first].copy_(source)
 
     def _load_vocabulary(self) -> Vocabulary:
         parts = {part.name: part for part in self._family.vocabulary_parts(self._spec)}
-        embedding = self.read_one(parts["embedding"])
-        head = embedding if self._spec.tie_embeddings else self.read_one(parts["head"])
+        embedding = self._read_now(parts["embedding"])
+        head = embedding if self._spec.tie_embeddings else self._read_now(parts["head"])
         vectors = {
-            name: self._upload(self.read_one(part).float())
+            name: self._upload(self._read_now(part).float())
             for name, part in parts.items()
             if name not in ("embedding", "head")
         }
@@ -231,6 +251,10 @@ class DeviceStore(PageReader):
         held = self._device.empty(tuple(tensor.shape), tensor.dtype)
         held.copy_(tensor)
         return held
+
+
+def _host_bytes(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _attention_only(table: PageTable) -> PageTable:

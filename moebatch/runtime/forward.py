@@ -25,7 +25,7 @@ from moebatch.model.weights import project
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE
 from moebatch.plan.schedule import Op, Task
-from moebatch.runtime.batch import DecodeGroup, Pass
+from moebatch.runtime.batch import DecodeGroup, Pass, PromptRun
 from moebatch.runtime.executor import Handler
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.weight_store import WeightStore
@@ -81,25 +81,53 @@ class Forward:
         weights = self._store.attention(task.layer)
         x = weights.input_norm(self._hidden[part.first : part.last])
         self._qkv = project(x, weights, self._spec, part.rope)
-        self._kv.write(task.layer, part.slots, *self._qkv[1:])
+        k, v = self._qkv[1:]
+        if self._spec.layer_windows[task.layer] is None:
+            self._kv.write(task.layer, part.slots, k, v)
+        else:  # prompts are written once they have been attended: a ring forgets
+            assert part.ring_slots is not None
+            decoding = part.ring_slots.shape[0]
+            self._kv.write(task.layer, part.ring_slots, k[:decoding], v[:decoding])
 
     def _cpu_attn(self, task: Task) -> None:
         """Softmax attention of a micro-batch: decode rows in groups, prompts one by one."""
-        part = self._pass.micro_batches[task.micro_batch]
+        part, layer = self._pass.micro_batches[task.micro_batch], task.layer
+        windowed = self._spec.layer_windows[layer] is not None
         q, k, v = self._qkv
         self._attended = torch.empty(q.shape[0], self._spec.attended_size)
         for group in part.decode:
             rows = slice(group.first, group.last)
-            keys, values = self._kv.gather(task.layer, group.block_rows)
-            self._attended[rows] = self._decode(task.layer, q[rows], keys, values, group).flatten(1)
+            where = group.ring_rows if windowed else group.block_rows
+            assert where is not None
+            keys, values = self._kv.gather(layer, where)
+            self._attended[rows] = self._decode(layer, q[rows], keys, values, group).flatten(1)
         for run in part.prompts:
             rows = slice(run.first, run.last)
-            if run.block_rows is None:
-                keys, values = self._kv.rounded(k[rows]), self._kv.rounded(v[rows])
-            else:
-                gathered = self._kv.gather(task.layer, run.block_rows)
-                keys, values = (x[0, :, : run.context].transpose(0, 1) for x in gathered)
-            self._attended[rows] = self._prompt(task.layer, q[rows], keys, values).flatten(1)
+            context = self._ring_context if windowed else self._context
+            keys, values = context(layer, run, k[rows], v[rows])
+            self._attended[rows] = self._prompt(layer, q[rows], keys, values).flatten(1)
+
+    def _context(self, layer: int, run: PromptRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [C, G, d] of a prompt's run and of all before it."""
+        if run.block_rows is None:
+            return self._kv.rounded(k), self._kv.rounded(v)
+        keys, values = self._kv.gather(layer, run.block_rows)
+        return keys[0, :, : run.context].transpose(0, 1), values[0, :, : run.context].transpose(
+            0, 1
+        )
+
+    def _ring_context(self, layer: int, run: PromptRun, k: Tensor, v: Tensor,
+                      ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same in a layer with a window: of what the run can see. Then it goes into the ring."""
+        assert run.ring is not None
+        keys, values = self._kv.rounded(k), self._kv.rounded(v)
+        past = run.ring.past
+        if past.shape[0]:
+            before = self._kv.gather_tokens(layer, past)
+            keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
+        kept = run.ring.kept
+        self._kv.write(layer, kept, k[-kept.shape[0] :], v[-kept.shape[0] :])
+        return keys, values
 
     def _decode(self, layer: int, q: Tensor, keys: Tensor, values: Tensor,
                 group: DecodeGroup) -> Tensor:  # fmt: skip

@@ -3,77 +3,120 @@
 A block holds KV_BLOCK_TOKENS tokens of one sequence in every layer; blocks are taken as a sequence
 grows and given back when it ends. A block's bytes are contiguous per head, so that a gather of
 blocks gives [rows, heads, context, head_dim] at once.
+Layers with a sliding window keep only their window: a sequence has a ring of blocks there, in which
+the token at position p lies at slot p modulo the ring's size.
 Shapes: T tokens, R rows, C context tokens, G key/value heads, d head_dim, B blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from moebatch.plan.memory import ring_blocks
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 
+Empty = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """A sequence's blocks, in the order of its tokens, and its ring in the layers with a window."""
+
+    full: list[int] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+
 class KVCache:
-    """The block pool of all layers and its free list."""
+    """The block pools of all layers and their free lists."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
-                 dtype: str, value_dim: int | None = None,
-                 empty: Callable[[int, tuple[int, ...], torch.dtype], Tensor] | None = None,
-                 ) -> None:  # fmt: skip
-        """Reserve address space for the pool; memory is touched only when a block is written.
+                 dtype: str, value_dim: int | None = None, windows: Sequence[int | None] = (),
+                 max_sequences: int | None = None, empty: Empty | None = None) -> None:  # fmt: skip
+        """Reserve address space for the pools; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
-        `empty` gives a layer's memory where that is not host memory; such a cache's indices must lie
-        there too. `value_dim`: a value is so much of its key (latents), and is not held again.
+        `value_dim`: a value is so much of its key (latents), and is not held again.
+        `windows`: of each layer, none given: no layer has one. At most `max_sequences` hold blocks at
+        once, which bounds the rings. `empty` gives a layer's memory where that is not host memory;
+        such a cache's indices must lie there too.
         """
+        self._ring_blocks = ring_blocks(windows)
+        ring = min(num_blocks, self._ring_blocks * (max_sequences or num_blocks))
+        self._windowed = [bool(windows) and windows[i] is not None for i in range(num_layers)]
         pools = 2 if value_dim is None else 1
-        shape = (pools, num_blocks * num_kv_heads, KV_BLOCK_TOKENS, head_dim)
         make = empty or (lambda layer, shape, dtype: torch.zeros(shape, dtype=dtype))
-        self._layers = [make(layer, shape, _DTYPES[dtype]) for layer in range(num_layers)]
+        self._layers = [
+            make(
+                i,
+                (
+                    pools,
+                    (ring if windowed else num_blocks) * num_kv_heads,
+                    KV_BLOCK_TOKENS,
+                    head_dim,
+                ),
+                _DTYPES[dtype],
+            )
+            for i, windowed in enumerate(self._windowed)
+        ]
         self._num_kv_heads, self._value_dim = num_kv_heads, value_dim
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._free_ring = list(range(ring - 1, -1, -1))
         self.num_blocks = num_blocks
         self.block_tokens = KV_BLOCK_TOKENS
         self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
         self.dtype = _DTYPES[dtype]
-        self.followers: list[
-            KVCache
-        ] = []  # caches elsewhere that hold layers of the same sequences
+        # Caches elsewhere that hold layers of the same sequences.
+        self.followers: list[KVCache] = []
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens that a ring holds: no fewer than the widest window; 0 where no layer has one."""
+        return self._ring_blocks * KV_BLOCK_TOKENS
 
     @property
     def num_free(self) -> int:
         """Blocks that no sequence holds."""
         return len(self._free)
 
-    def extend(self, table: list[int], num_tokens: int) -> None:
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Add blocks to a sequence's table until it holds `num_tokens` tokens."""
-        missing = blocks_for(num_tokens) - len(table)
-        assert missing <= len(self._free), (missing, len(self._free))
-        for _ in range(missing):
-            table.append(self._free.pop())
+        need = blocks_for(num_tokens)
+        _take(self._free, table.full, need)
+        _take(self._free_ring, table.ring, min(need, self._ring_blocks))
 
-    def release(self, table: list[int]) -> None:
+    def release(self, table: BlockTable) -> None:
         """Give all blocks of a sequence back; the table is empty afterwards."""
-        self._free += reversed(table)
-        table.clear()
+        for free, taken in ((self._free, table.full), (self._free_ring, table.ring)):
+            free.extend(reversed(taken))
+            taken.clear()
 
-    def scrub(self, table: list[int]) -> None:
+    def scrub(self, table: BlockTable) -> None:
         """Zero a sequence's blocks: after non-finite values, before another sequence gets them."""
-        rows = self.block_rows([table]).flatten()
+        full, ring = (self._rows([blocks]).flatten() for blocks in (table.full, table.ring))
         for cache in (self, *self.followers):
-            for pools in cache._layers:
+            for pools, windowed in zip(cache._layers, cache._windowed, strict=True):
                 if pools.numel():
+                    rows = ring if windowed else full
                     pools.index_fill_(1, rows.to(pools.device), 0.0)
 
-    def slots(self, table: list[int], start: int, end: int) -> Tensor:
+    def slots(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Where tokens [start, end) of a sequence are written: row numbers of the pool, [T, G]."""
-        position = torch.arange(start, end)
-        block = torch.tensor(table)[position // KV_BLOCK_TOKENS]
-        heads = torch.arange(self._num_kv_heads)
-        row = block[:, None] * self._num_kv_heads + heads
+        return self._slots(table.full, torch.arange(start, end))
+
+    def ring_slots(self, table: BlockTable, start: int, end: int) -> Tensor:
+        """The same in a layer with a window; at most `ring_tokens` tokens."""
+        assert end - start <= self.ring_tokens, (start, end)
+        return self._slots(table.ring, torch.arange(start, end) % max(1, self.ring_tokens))
+
+    def _slots(self, blocks: list[int], position: Tensor) -> Tensor:
+        block = torch.tensor(blocks, dtype=torch.int64)[position // KV_BLOCK_TOKENS]
+        row = block[:, None] * self._num_kv_heads + torch.arange(self._num_kv_heads)
         return row * KV_BLOCK_TOKENS + (position % KV_BLOCK_TOKENS)[:, None]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -89,12 +132,19 @@ class KVCache:
         """What comes back of values that are written: attention sees the same either way."""
         return values.to(self.dtype).float()
 
-    def block_rows(self, tables: list[list[int]]) -> Tensor:
+    def block_rows(self, tables: Sequence[BlockTable]) -> Tensor:
         """What `gather` takes for these rows: their blocks head by head, padded to the longest."""
-        longest = max(len(table) for table in tables)
+        return self._rows([table.full for table in tables])
+
+    def ring_rows(self, tables: Sequence[BlockTable]) -> Tensor:
+        """The same of their rings, for layers with a window."""
+        return self._rows([table.ring for table in tables])
+
+    def _rows(self, tables: Sequence[list[int]]) -> Tensor:
+        longest = max(len(blocks) for blocks in tables)
         padded = torch.zeros(len(tables), longest, dtype=torch.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = torch.tensor(table)
+        for row, blocks in zip(padded, tables, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks)
         heads = torch.arange(self._num_kv_heads)
         return padded[:, None, :] * self._num_kv_heads + heads[:, None]
 
@@ -114,13 +164,8 @@ class KVCache:
     def gather_bytes(self, block_rows: Tensor) -> int:
         """Bytes that `gather_into` fills for these rows."""
         pools = self._layers[0]
-        return (
-            pools.shape[0]
-            * block_rows.numel()
-            * KV_BLOCK_TOKENS
-            * pools.shape[3]
-            * (self.dtype.itemsize)
-        )
+        numbers = pools.shape[0] * block_rows.numel() * KV_BLOCK_TOKENS * pools.shape[3]
+        return numbers * self.dtype.itemsize
 
     def gather_into(self, layer: int, block_rows: Tensor, out: Tensor) -> None:
         """The same blocks as they lie, into bytes [gather_bytes]; `context_of` reads them."""
@@ -136,6 +181,21 @@ class KVCache:
         pools = self._layers[0].shape[0]
         held = gathered.view(self.dtype).view(pools, rows, heads, blocks * KV_BLOCK_TOKENS, -1)
         return held[0].float(), held[-1][..., : self._value_dim].float()
+
+    def gather_tokens(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, G, d] float32 of the tokens at the slots [T, G]."""
+        found = [
+            pool.view(-1, pool.shape[-1]).index_select(0, slots.flatten()).view(*slots.shape, -1)
+            for pool in self._layers[layer]
+        ]
+        return found[0].float(), found[-1][..., : self._value_dim].float()
+
+
+def _take(free: list[int], blocks: list[int], need: int) -> None:
+    missing = need - len(blocks)
+    assert missing <= len(free), (missing, len(free))
+    for _ in range(missing):
+        blocks.append(free.pop())
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -1,21 +1,21 @@
-"""Reads pages of a checkpoint into byte buffers, in the layout in which they are computed with."""
+"""Reads the parts of a page from the checkpoint into a buffer, in our layout.
+
+What goes where is planned once; a page that is streamed is read by its plan in every pass.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
-from moebatch.model.families import Family
 from moebatch.model.families.parts import Layout, Part
 from moebatch.model.quant import arrange, decode
-from moebatch.model.stored import Stored, locate, sources_of
-from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
-from moebatch.plan.pages import ATTENTION_PAGE
+from moebatch.model.stored import Stored, locate
 
 _ALIGN = 64  # a cache line; also the widest SIMD load
-Where = tuple[int, int]
 _TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -27,85 +27,125 @@ _TORCH_DTYPES = {
 }
 
 
-class PageReader:
-    """The pages of one model's checkpoint, as parts with a place in a buffer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fill:
+    """One source: it becomes rows [first, last) of its part, bytes [begin, end) of the page."""
 
-    def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family) -> None:
-        """Nothing is read yet."""
-        self._checkpoint, self._spec, self._family = checkpoint, spec, family
+    stored: Stored
+    layout: Layout
+    first: int
+    last: int
+    begin: int
+    end: int
+
+    @property
+    def as_it_lies(self) -> bool:
+        """Whether the bytes of the file are those of the page."""
+        return self.stored.kind == "plain" and self.layout == "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlannedPart:
+    """Where a part stands in the page, and in which type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+    end: int
+    fills: tuple[_Fill, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """All parts of a page, and the bytes that it takes in memory."""
+
+    parts: tuple[_PlannedPart, ...]
+    num_bytes: int
+
+
+class PageReader:
+    """Plans and reads pages; several threads may read at once."""
+
+    def __init__(self, checkpoint: Checkpoint, *, weight_dtype: str) -> None:
+        """`weight_dtype` is what quantised matrices are held in."""
+        self._checkpoint, self._weight_dtype = checkpoint, weight_dtype
         self.bytes_read = 0
 
-    def parts(self, where: Where) -> tuple[Part, ...]:
-        """What a page is made of."""
-        layer, page = where
-        if page == ATTENTION_PAGE:
-            return self._family.attention_parts(self._spec, layer)
-        return self._family.expert_parts(self._spec, layer, page - 1)
+    def plan(self, parts: Sequence[Part]) -> PagePlan:
+        """Where everything goes; part after part, each aligned.
 
-    def layout(self, parts: Sequence[Part]) -> tuple[list[int], int]:
-        """Offset of each part in a page buffer, and the bytes of all."""
-        offsets, end = [], 0
+        Raises: ModelError when the checkpoint lacks something.
+        """
+        planned, end = [], 0
         for part in parts:
-            offsets.append(end)
-            item = DTYPE_BYTES[self._dtype_of(part)]
-            end += -(-prod(part.shape) * item // _ALIGN) * _ALIGN
-        return offsets, end
+            one = self._plan_part(part, end)
+            planned.append(one)
+            end = -(-one.end // _ALIGN) * _ALIGN
+        return PagePlan(parts=tuple(planned), num_bytes=end)
 
-    def _dtype_of(self, part: Part) -> str:
-        """The type in which a part is held: the checkpoint's, unless it is quantised there."""
-        stored = locate(self._checkpoint, part.sources[0])
-        return stored.entries[0].dtype if stored.kind == "plain" else self._spec.weight_dtype
+    def read(self, plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
+        """Read a page into a byte buffer that is large enough; views of it.
 
-    def views(self, parts: Sequence[Part], buffer: Tensor) -> dict[str, Tensor]:
-        """Where the parts lie in a byte buffer, in the types they are held in."""
-        tensors = {}
-        for part, offset in zip(parts, self.layout(parts)[0], strict=True):
-            dtype = _TORCH_DTYPES[self._dtype_of(part)]
-            end = offset + prod(part.shape) * dtype.itemsize
-            tensors[part.name] = buffer[offset:end].view(dtype).view(part.shape)
+        Raises: ModelError when a file cannot be read.
+        """
+        memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
+        for part in plan.parts:
+            for fill in part.fills:
+                self.bytes_read += fill.stored.num_bytes
+                if fill.as_it_lies:
+                    target = memory[fill.begin : fill.end]
+                    self._checkpoint.read_into(fill.stored.entries[0], target)
+                else:
+                    self._decode(fill, tensors[part.name][fill.first : fill.last])
         return tensors
 
-    def read(self, parts: Sequence[Part], buffer: Tensor) -> dict[str, Tensor]:
-        """Read parts into a byte buffer in our layout; views of it, in the types they are held in."""
-        tensors = self.views(parts, buffer)
-        for part in parts:
-            tensor, first = tensors[part.name], 0
-            for source in part.sources:
-                stored = locate(self._checkpoint, source)
-                rows = part.shape[0] * prod(stored.shape) // prod(part.shape)
-                self._fill(tensor[first : first + rows], stored, part.layout)
-                first += rows
-        return tensors
+    @staticmethod
+    def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
+        """Where a page's parts lie in a byte buffer that holds it."""
+        return {
+            part.name: buffer[part.begin : part.end].view(part.dtype).view(part.shape)
+            for part in plan.parts
+        }
 
-    def read_one(self, part: Part) -> Tensor:
-        """Read one part into memory of its own."""
-        return self.read([part], byte_buffer(self.layout([part])[1]))[part.name]
-
-    def forget(self, parts: Sequence[Part]) -> None:
-        """Let the system's file cache drop them."""
-        for part in parts:
-            for stored in sources_of(self._checkpoint, part):
-                for entry in stored.entries:
+    def forget(self, plan: PagePlan) -> None:
+        """Let the kernel drop a page's bytes from its cache of the files."""
+        for part in plan.parts:
+            for fill in part.fills:
+                for entry in fill.stored.entries:
                     self._checkpoint.forget(entry)
 
-    def _fill(self, out: Tensor, stored: Stored, layout: Layout) -> None:
-        """Read one source into its rows of a part, at once where it lies as we hold it."""
-        self.bytes_read += stored.num_bytes
-        if stored.kind == "plain" and layout == "rows":
-            self._checkpoint.read_into(stored.entries[0], _bytes_of(out))
-            return
+    def _plan_part(self, part: Part, begin: int) -> _PlannedPart:
+        found = [locate(self._checkpoint, source) for source in part.sources]
+        name = found[0].entries[0].dtype if found[0].kind == "plain" else self._weight_dtype
+        dtype, count = _TORCH_DTYPES[name], prod(part.shape)
+        row_bytes = count // part.shape[0] * dtype.itemsize
+        fills, first = [], 0
+        for stored in found:
+            last = first + part.shape[0] * prod(stored.shape) // count
+            fills.append(
+                _Fill(
+                    stored=stored,
+                    layout=part.layout,
+                    first=first,
+                    last=last,
+                    begin=begin + first * row_bytes,
+                    end=begin + last * row_bytes,
+                )
+            )
+            first = last
+        return _PlannedPart(name=part.name, shape=part.shape, dtype=dtype, begin=begin,
+                            end=begin + count * dtype.itemsize, fills=tuple(fills))  # fmt: skip
+
+    def _decode(self, fill: _Fill, out: Tensor) -> None:
+        """Read a source that is quantised or laid out otherwise, by way of memory of its own."""
         raw = []
-        for entry in stored.entries:
+        for entry in fill.stored.entries:
             tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
             self._checkpoint.read_into(entry, _bytes_of(tensor))
             raw.append(tensor)
-        matrix = decode(stored, raw, self._checkpoint.quantization)
-        arrange(out, matrix, stored.arrangement(layout))
-
-
-def byte_buffer(num_bytes: int) -> Tensor:
-    """Host memory [num_bytes] uint8."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+        matrix = decode(fill.stored, raw, self._checkpoint.quantization)
+        arrange(out, matrix, fill.stored.arrangement(fill.layout))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -3,7 +3,7 @@
 from moebatch.data.requests import Choice, Request, TokenLogprob
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 from moebatch.runtime.batch import Segment
-from moebatch.runtime.kv_cache import blocks_for
+from moebatch.runtime.kv_cache import BlockTable, blocks_for
 from moebatch.runtime.sampling import SamplingState, row_key
 from moebatch.runtime.stopping import Finish, StopChecker
 
@@ -22,7 +22,7 @@ class Sequence:
         self.generated: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.computed = 0
-        self.blocks: list[int] = []
+        self.blocks = BlockTable()
         self.micro_batch = -1
         self.finish: Finish | None = None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
+from moebatch.model.families.parts import Part
 from moebatch.model.linear import ComputeType, Linear, in_place, pack
 from moebatch.model.weights import (
     MATRICES,
@@ -29,23 +30,32 @@ from moebatch.model.weights import (
 )
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
-from moebatch.runtime.page_reader import PageReader, Where, byte_buffer
+from moebatch.runtime.page_reader import PageReader
+
+Where = tuple[int, int]
 
 
-class WeightStore(PageReader):
+class WeightStore:
     """The weights of one model under one page table."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
                  table: PageTable, page_slots: int, compute: ComputeType) -> None:  # fmt: skip
         """Allocate the page buffer; nothing is read yet."""
-        super().__init__(checkpoint, spec=spec, family=family)
+        self._spec, self._family = spec, family
         self._table, self._compute = table, compute
+        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
         self._pages: dict[Where, dict[str, Linear | Tensor]] = {}
+        self._attention: dict[int, AttentionWeights] = {}
         self._slot_of: dict[Where, Tensor] = {}
-        sizes = {w: self.layout(self.parts(w))[1] for w in table.streamed}
-        slot_bytes = max(sizes.values(), default=0)
+        self._plans = {w: self._reader.plan(self._parts(w)) for w in table.streamed}
+        slot_bytes = max((plan.num_bytes for plan in self._plans.values()), default=0)
         slots = min(page_slots, len(table.streamed))
-        self._free_slots = deque(byte_buffer(slot_bytes) for _ in range(slots))
+        self._free_slots = deque(_buffer(slot_bytes) for _ in range(slots))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights read from the checkpoint so far."""
+        return self._reader.bytes_read
 
     def load_resident(self, *, threads: int, progress: Callable[[int, int], None]) -> None:
         """Read the vocabulary and every resident page; `progress(done, total)` counts pages.
@@ -57,11 +67,10 @@ class WeightStore(PageReader):
         scratch = local()  # one staging buffer a worker, as large as the largest page it met
 
         def load(one: Where) -> None:
-            parts = self.parts(one)
-            size = self.layout(parts)[1]
-            if getattr(scratch, "buffer", None) is None or scratch.buffer.numel() < size:
-                scratch.buffer = byte_buffer(size)
-            tensors = self.read(parts, scratch.buffer)
+            plan = self._reader.plan(self._parts(one))
+            if getattr(scratch, "buffer", None) is None or scratch.buffer.numel() < plan.num_bytes:
+                scratch.buffer = _buffer(plan.num_bytes)
+            tensors = self._reader.read(plan, scratch.buffer)
             self._pages[one] = {
                 name: _keep(name, tensor, self._compute) for name, tensor in tensors.items()
             }
@@ -73,10 +82,9 @@ class WeightStore(PageReader):
     def load_page(self, layer: int, page: int) -> None:
         """Fill a free slot with a streamed page. Runs on the reader's thread."""
         where = (layer, page)
-        slot = self._free_slots.popleft()
-        parts = self.parts(where)
-        tensors = self.read(parts, slot)
-        self.forget(parts)
+        slot, plan = self._free_slots.popleft(), self._plans[where]
+        tensors = self._reader.read(plan, slot)
+        self._reader.forget(plan)
         self._slot_of[where] = slot
         self._pages[where] = {
             name: _view(name, tensor, self._compute) for name, tensor in tensors.items()
@@ -85,11 +93,17 @@ class WeightStore(PageReader):
     def free_page(self, layer: int, page: int) -> None:
         """Give a streamed page's slot back; its views die."""
         del self._pages[(layer, page)]
+        if page == ATTENTION_PAGE:
+            self._attention.pop(layer, None)
         self._free_slots.append(self._slot_of.pop((layer, page)))
 
     def attention(self, layer: int) -> AttentionWeights:
         """The weights of a layer's attention page, which must be there."""
-        return attention_weights(self._pages[(layer, ATTENTION_PAGE)], self._spec)
+        found = self._attention.get(layer)
+        if found is None:
+            found = attention_weights(self._pages[(layer, ATTENTION_PAGE)], self._spec)
+            self._attention[layer] = found
+        return found
 
     def base_ffn(self, layer: int) -> BaseFFN:
         """The FFN of every token in a layer's attention page, which must be there and have one."""
@@ -111,17 +125,27 @@ class WeightStore(PageReader):
         """The type in which the experts compute, and want their inputs."""
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
+    def _parts(self, where: Where) -> tuple[Part, ...]:
+        layer, page = where
+        if page == ATTENTION_PAGE:
+            return self._family.attention_parts(self._spec, layer)
+        return self._family.expert_parts(self._spec, layer, page - 1)
+
+    def _read_now(self, *parts: Part) -> dict[str, Tensor]:
+        plan = self._reader.plan(parts)
+        return self._reader.read(plan, _buffer(plan.num_bytes))
+
     def _load_vocabulary(self) -> Vocabulary:
         parts = {part.name: part for part in self._family.vocabulary_parts(self._spec)}
-        embedding = self.read_one(parts["embedding"])
+        embedding = self._read_now(parts["embedding"])["embedding"]
         if self._spec.tie_embeddings:
             head = in_place(embedding, self._compute)
         else:
-            head = pack(self.read_one(parts["head"]), self._compute)
+            head = pack(self._read_now(parts["head"])["head"], self._compute)
         small = [part for name, part in parts.items() if name not in ("embedding", "head")]
         vectors = {
             name: tensor.to(torch.float32, copy=True)
-            for name, tensor in self.read(small, byte_buffer(self.layout(small)[1])).items()
+            for name, tensor in self._read_now(*small).items()
         }
         return Vocabulary(
             embedding=embedding,
@@ -129,6 +153,10 @@ class WeightStore(PageReader):
             head=head,
             head_bias=vectors.get("head_bias"),
         )
+
+
+def _buffer(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _keep(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:

@@ -29,6 +29,7 @@ from moebatch.runtime.batch import Segment
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.devices import open_device
 from moebatch.runtime.host import describe
+from moebatch.runtime.kv_cache import BlockTable
 from moebatch.units import parse_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -110,7 +111,7 @@ def measure(args: argparse.Namespace, config: dict[str, Any], name: str) -> dict
                             compute="float32")  # fmt: skip
     try:
         backend.load(threads=4, progress=lambda done, total: None)
-        tables: list[list[int]] = [[] for _ in range(policy.batch_size)]
+        tables = [BlockTable() for _ in range(policy.batch_size)]
         for table in tables:
             backend.kv.extend(table, args.context + args.steps + 4)
         seconds, used = [], []

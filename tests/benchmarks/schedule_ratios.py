@@ -32,6 +32,7 @@ from moebatch.plan.timeline import simulate_steps
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.emulated import EmulatedDevice
+from moebatch.runtime.kv_cache import BlockTable
 
 ON_DEVICE = ("flexgen", "layerwise")  # attention there
 LINK_OPS = (Op.LOAD_PAGE,)
@@ -72,7 +73,7 @@ def run(args, path, name):
         backend = DeviceBackend(checkpoint, spec=model.spec, family=model.family, policy=policy,
                                 device=EmulatedDevice(profile), compute="float32")  # fmt: skip
         backend.load(threads=1, progress=lambda done, total: None)
-        rows = [[] for _ in range(policy.batch_size)]
+        rows = [BlockTable() for _ in range(policy.batch_size)]
         for blocks in rows:
             backend.kv.extend(blocks, args.context + 16)
         results = []

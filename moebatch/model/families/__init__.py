@@ -15,6 +15,7 @@ from moebatch.model.families.glm4_moe import GLM4_MOE
 from moebatch.model.families.gpt_oss import GPT_OSS
 from moebatch.model.families.granite import GRANITE_MOE, GRANITE_MOE_SHARED
 from moebatch.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from moebatch.model.families.minimax_m2 import MINIMAX_M2
 from moebatch.model.families.mixtral import MIXTRAL, QWEN3_MOE
 from moebatch.model.families.olmoe import OLMOE
 from moebatch.model.families.parts import Part
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE_SHARED,
         ERNIE_MOE,
         DBRX,
+        MINIMAX_M2,
     )
 }
 

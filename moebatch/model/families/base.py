@@ -92,6 +92,23 @@ def need_choice(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
+def stored_bits_of(config: Config) -> float | None:
+    """Bits that a number takes in a quantised checkpoint, scales included; None where it is not."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or method is None:
+        return None
+    group = found.get("group_size")
+    group = group if type(group) is int and group > 0 else 128
+    if method == "mxfp4":
+        return 4 + 8 / 32
+    if method in ("gptq", "awq"):
+        return 4 + (16 + 4) / group
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        return 4 + 16 / group
+    return 8.0
+
+
 def dtype_of(config: Config) -> str:
     """The data type that the config names for the weights; float32 where it names none."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"

@@ -9,6 +9,7 @@ from moebatch.model.families.base import (
     need_int,
     number,
     optional_int,
+    stored_bits_of,
 )
 from moebatch.model.families.rope import rope_of
 from moebatch.plan.model_spec import ModelSpec
@@ -51,6 +52,7 @@ def decoder_spec(config: Config, *, family: str, num_experts: int, top_k: int, e
         layer_windows=(None,) * num_layers,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         weight_dtype=dtype_of(config),
+        stored_bits=stored_bits_of(config),
     )
 
 

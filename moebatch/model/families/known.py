@@ -163,6 +163,11 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         _config("ernie4_5_moe", layers=28, hidden=2560, heads=(20, 4), vocab=103424,
                 context=131072, head_dim=128, intermediate_size=12288, moe_num_experts=64, moe_k=6,
                 moe_intermediate_size=1536, moe_num_shared_experts=2, moe_layer_start_index=1)),
+    "minimax-m2": (
+        "MiniMaxAI/MiniMax-M2",
+        _config("minimax_m2", layers=62, hidden=3072, heads=(48, 8), vocab=200064, context=196608,
+                head_dim=128, intermediate_size=1536, num_local_experts=256, num_experts_per_tok=8,
+                quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})),
     "mistral-7b": (
         "mistralai/Mistral-7B-Instruct-v0.3",
         _config("mistral", layers=32, hidden=4096, heads=(32, 8), vocab=32768, context=32768,

@@ -1,0 +1,343 @@
+"""Measures this machine through the code that will run on it: rates of the kernels, memory, disk.
+
+Products and attention are timed as the engine calls them; what a task takes besides its products is
+timed by running the engine's own handlers with weights that cost nothing. Of repeated timings the lower
+quartile counts: a neighbour on a shared machine only ever adds.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moebatch.data.requests import SamplingParams
+from moebatch.model.experts import Expert, add_expert
+from moebatch.model.layers import Rope
+from moebatch.model.linear import ComputeType, Linear, has_bf16, in_place, pack
+from moebatch.model.router import ExpertRows, group_by_expert
+from moebatch.model.weights import AttentionWeights, Vocabulary, attention_weights, norm_of
+from moebatch.plan.machine import Curve, HostRates, MachineSpec, Processor
+from moebatch.plan.model_spec import ModelSpec, RopeSpec
+from moebatch.plan.schedule import Lane, Op, Task
+from moebatch.runtime import host
+from moebatch.runtime.batch import Segment, build_pass
+from moebatch.runtime.forward import Forward
+from moebatch.runtime.kv_cache import BlockTable, KVCache, blocks_for
+from moebatch.runtime.sampling import SamplingState, sample
+
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 384)
+_CONTEXTS = (32, 64, 128, 256, 512, 1024)
+_LENGTHS = (16, 64, 128, 256, 512)
+_MOST_TOKENS, _FEW_ROWS = 1024, 16
+_HIDDEN, _EXPERT, _EXPERTS = 1024, 2048, 12  # 151 MB: no cache holds them all
+_PAGE = 16 << 20
+_DISK_BYTES = 256 << 20
+_PRE, _ATTN, _POST = (Task(op, Lane.CPU, 0) for op in (Op.PRE_ATTN, Op.CPU_ATTN, Op.POST_ATTN))
+Step = Callable[[str], None]
+
+
+def measure(*, directory: Path, threads: int, step: Step = lambda name: None) -> MachineSpec:
+    """This machine's figures, in well under a minute; the disk is the one that `directory` is on.
+
+    `step` is told what is being measured. Raises: OSError when the directory cannot be written.
+    """
+    torch.set_num_threads(threads)
+    step("memory bandwidth")
+    bandwidth = read_bandwidth()
+    step("disk")
+    disk = disk_bandwidth(directory)
+    rates: dict[str, HostRates] = {}
+    peaks: dict[str, float] = {}
+    computes: list[ComputeType] = ["float32", *(["bfloat16"] if has_bf16() else [])]  # type: ignore[list-item]
+    for compute in computes:
+        step(f"matrix products, {compute}")
+        rates[compute] = host_rates(compute, step=step)
+        peaks[compute] = rates[compute].gemm["packed"].peak
+    about = host.describe()
+    return MachineSpec(
+        name="this machine",
+        host=Processor(
+            name=str(about["cpu"]),
+            memory_bytes=float(host.available_bytes()),
+            bandwidth=bandwidth,
+            flops=peaks,
+        ),
+        disk_bandwidth=disk,
+        rates=rates,
+        source=f"measured, {threads} threads, torch {torch.__version__}",
+    )
+
+
+def timed(call: Callable[[], object], *, seconds: float = 0.12, least: int = 3) -> float:
+    """Seconds of a call, after one that does not count."""
+    call()
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < least or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return _typical(taken)
+
+
+def _typical(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all threads together read from memory."""
+    data = torch.ones(64 << 20, dtype=torch.float32)
+    return data.numel() * 4 / timed(data.sum, seconds=0.4)
+
+
+def disk_bandwidth(directory: Path) -> float:
+    """Bytes per second of reading pages of a fresh file that is not in the page cache."""
+    directory.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(_PAGE)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix="moebatch-probe-") as file:
+        for _ in range(_DISK_BYTES // _PAGE):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return _read_rate(file.fileno(), _DISK_BYTES)
+
+
+def file_bandwidth(path: Path) -> float:
+    """The same for a file that is there already, such as a checkpoint; reads 128 MiB of it at most."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return _read_rate(descriptor, min(os.fstat(descriptor).st_size, _DISK_BYTES // 2))
+    finally:
+        os.close(descriptor)
+
+
+def _read_rate(descriptor: int, num_bytes: int) -> float:
+    buffer = memoryview(bytearray(_PAGE))
+    drop = getattr(os, "posix_fadvise", None)
+    if drop is not None:
+        drop(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    start, position = time.perf_counter(), 0
+    while position < num_bytes:
+        got = os.preadv(descriptor, [buffer], position)
+        if got == 0:
+            break
+        position += got
+    return max(position, 1) / (time.perf_counter() - start)
+
+
+def host_rates(compute: ComputeType, *, step: Step = lambda name: None) -> HostRates:
+    """All rates of the host's kernels for one data type of computing."""
+    gemm = {
+        "packed": _expert_curve(lambda weight: pack(weight, compute)),
+        "streamed": _expert_curve(lambda weight: in_place(weight, compute)),
+    }
+    step("attention")
+    engine = _Hollow(compute)
+    per_task, per_value = engine.around()
+    return HostRates(
+        gemm=gemm,
+        # The curves hold reading the weights, too: at one token nothing else counts.
+        weight_bandwidth={form: curve(1.0) for form, curve in gemm.items()},
+        decode_attention=engine.decode_curve(),
+        prefill_attention=engine.prefill_curve(),
+        per_call_s=_per_call_s(compute),
+        per_task_s=per_task,
+        per_value_s=per_value,
+        per_pass_s=engine.pass_s(1),
+        per_row_s=max(0.0, (engine.pass_s(128) - engine.pass_s(1)) / 127),
+        per_sample_s=_per_sample_s(),
+    )
+
+
+def _expert_curve(form: Callable[[Tensor], Linear]) -> Curve:
+    """FLOP/s of an expert's FFN against its tokens, all that belongs to it included.
+
+    Every expert has weights of its own, together larger than any cache: they come from memory.
+    """
+    base = torch.randn(2 * _EXPERT, _HIDDEN).bfloat16()
+    experts = [
+        Expert(index=k, size=_EXPERT, gate_up=form(base.clone()),
+               down=form(base[:_EXPERT].t().contiguous()))
+        for k in range(_EXPERTS)
+    ]  # fmt: skip
+    points = []
+    for tokens in _TOKENS:
+        output, hidden, rows = _even_rows(tokens, experts[0].gate_up.dtype)
+
+        def layer(
+            output: Tensor = output, hidden: Tensor = hidden, rows: ExpertRows = rows
+        ) -> None:
+            for expert in experts:
+                add_expert(output, hidden, rows, expert)
+
+        flops = 2.0 * tokens * _EXPERTS * 3 * _HIDDEN * _EXPERT
+        points.append((float(tokens), flops / timed(layer)))
+    return Curve(tuple(points))
+
+
+def _even_rows(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, ExpertRows]:
+    """Output, hidden states and routing where every expert gets so many of as many tokens."""
+    chosen = torch.arange(_EXPERTS).repeat(tokens)[:, None]
+    weights = torch.full((len(chosen), 1), 0.5)
+    hidden = torch.randn(len(chosen), _HIDDEN).to(dtype)
+    rows = group_by_expert(weights, chosen, _EXPERTS)
+    return torch.zeros(len(chosen), _HIDDEN), hidden, rows
+
+
+def _per_call_s(compute: ComputeType) -> float:
+    """What an expert's visit takes however small it is."""
+    weight = torch.randn(128, 64).bfloat16()
+    expert = Expert(index=0, size=64, gate_up=pack(weight, compute),
+                    down=pack(weight[:64].contiguous(), compute))  # fmt: skip
+    x = torch.zeros(2, 64, dtype=expert.gate_up.dtype)
+    rows = group_by_expert(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64), 1)
+    output = torch.zeros(2, 64)
+    return timed(lambda: add_expert(output, x, rows, expert), seconds=0.05)
+
+
+def _per_sample_s() -> float:
+    """Greedy choice of a token, per vocabulary entry."""
+    logits = torch.randn(32, 32000)
+    states = [SamplingState(params=SamplingParams(temperature=0.0), row_key=k) for k in range(32)]
+    return timed(lambda: sample(logits, states)) / logits.numel()
+
+
+class _Costless:
+    """A weight whose product is there at once."""
+
+    def __init__(self, outputs: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._result = torch.randn(_MOST_TOKENS, outputs).to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._result[: x.shape[0]]
+
+
+class _Hollow:
+    """The engine's handlers on a one-layer model whose matrices cost nothing."""
+
+    def __init__(self, compute: ComputeType) -> None:
+        self.dtype = torch.bfloat16 if compute == "bfloat16" else torch.float32
+        self._spec = spec = ModelSpec(
+            family="probe", num_layers=1, hidden_size=1024, num_q_heads=16, num_kv_heads=4,
+            head_dim=64, num_experts=8, top_k=2, expert_size=1024, vocab_size=1024,
+            max_model_len=4096, rms_norm_eps=1e-5, rope=RopeSpec(theta=1e4),
+            layer_windows=(None,),
+        )  # fmt: skip
+        width, norm = spec.qkv_rows, torch.ones(spec.hidden_size)
+        router = torch.randn(spec.num_experts, spec.hidden_size)
+        parts: dict[str, Linear | Tensor] = {
+            "input_norm": norm, "post_norm": norm, "qkv": _Costless(width, self.dtype),
+            "output": _Costless(spec.hidden_size, self.dtype), "router": router,
+        }  # fmt: skip
+        self._attention = attention_weights(parts, spec)
+        self.vocabulary = Vocabulary(
+            embedding=torch.randn(spec.vocab_size, spec.hidden_size).bfloat16(),
+            final_norm=norm_of(parts, "input_norm", spec),
+            head=_Costless(spec.vocab_size, self.dtype),
+            head_bias=None,
+        )
+        self._kv = KVCache(
+            num_layers=1, num_blocks=64 * blocks_for(max(_CONTEXTS)), head_dim=spec.head_dim,
+            num_kv_heads=spec.num_kv_heads, dtype="bfloat16",
+        )  # fmt: skip
+        self._rope = Rope(spec.rope, spec.head_dim)
+        self._forward = Forward(spec=spec, store=self, kv=self._kv)  # type: ignore[arg-type]
+
+    def attention(self, layer: int) -> AttentionWeights:
+        """As WeightStore's."""
+        return self._attention
+
+    def expert(self, layer: int, page: int) -> Expert:
+        """An expert whose products cost nothing."""
+        size = self._spec.expert_size
+        gate_up, down = (
+            _Costless(2 * size, self.dtype),
+            _Costless(self._spec.hidden_size, self.dtype),
+        )
+        return Expert(index=page - 1, size=size, gate_up=gate_up, down=down)
+
+    @contextmanager
+    def _begun(self, rows: int, start: int, length: int) -> Iterator[None]:
+        """A pass of `rows` sequences that compute `length` tokens from `start` on is under way."""
+        tables = [BlockTable() for _ in range(rows)]
+        for table in tables:
+            self._kv.extend(table, start + length)
+        ids = torch.randint(self._spec.vocab_size, (rows, length)).tolist()
+        segments = [
+            Segment(token_ids=tuple(row), start=start, blocks=table)
+            for row, table in zip(ids, tables, strict=True)
+        ]
+        one = build_pass([segments], kv=self._kv, rope=self._rope, windows=(None,))
+        self._forward.begin(one)
+        yield
+        for table in tables:
+            self._kv.release(table)
+
+    def _seconds(self, *tasks: Task) -> list[float]:
+        """Seconds of the tasks' handlers, run one after the other several times."""
+        handlers = self._forward.handlers
+        taken: list[list[float]] = [[] for _ in tasks]
+        for _ in range(7):
+            for task, seconds in zip(tasks, taken, strict=True):
+                start = time.perf_counter()
+                handlers[task.op](task)
+                seconds.append(time.perf_counter() - start)
+        return [_typical(seconds) for seconds in taken]
+
+    def around(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Seconds per task, and per value, of what tasks do besides products and attention.
+
+        "group" is what a layer's first expert does for all: sorting the tokens by expert. What else
+        an expert's task does is part of its curve.
+        """
+        with self._begun(_FEW_ROWS, 8, 1):
+            few = self._layer()
+        with self._begun(1, 0, _MOST_TOKENS):
+            many = self._layer()
+        values = (_MOST_TOKENS - _FEW_ROWS) * self._spec.hidden_size
+        per_value = {name: max(0.0, many[name] - few[name]) / values for name in few}
+        return few, {name: s for name, s in per_value.items() if name != Op.CPU_ATTN}
+
+    def _layer(self) -> dict[str, float]:
+        """Seconds of the tasks of one layer."""
+        tasks = (_PRE, _ATTN, _POST, *(Task(Op.FFN, Lane.CPU, 0, page=page) for page in (1, 2)))
+        pre, attention, post, first, second = self._seconds(*tasks)
+        return {Op.PRE_ATTN.value: pre, Op.CPU_ATTN.value: attention, Op.POST_ATTN.value: post,
+                "group": max(0.0, first - second)}  # fmt: skip
+
+    def decode_curve(self) -> Curve:
+        """Bytes of KV cache per second that decode attention reads, against context length."""
+        points = []
+        for context in _CONTEXTS:
+            rows = 64 if context <= 512 else 32
+            with self._begun(rows, context - 1, 1):
+                seconds = self._seconds(_PRE, _ATTN)[1]
+            num_bytes = rows * context * 2 * self._spec.kv_size * 2
+            points.append((float(context), num_bytes / seconds))
+        return Curve(tuple(points))
+
+    def prefill_curve(self) -> Curve:
+        """FLOP/s of prompt attention on visible pairs, against prompt length."""
+        points = []
+        for length in _LENGTHS:
+            rows = max(1, 1024 // length)
+            with self._begun(rows, 0, length):
+                seconds = self._seconds(_PRE, _ATTN)[1]
+            pairs = rows * length * (length + 1) / 2
+            points.append((float(length), 4.0 * pairs * self._spec.q_size / seconds))
+        return Curve(tuple(points))
+
+    def pass_s(self, rows: int) -> float:
+        """Laying out a pass of decode rows."""
+
+        def once() -> None:
+            with self._begun(rows, 99, 1):
+                pass
+
+        return timed(once, seconds=0.05)
