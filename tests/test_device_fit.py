@@ -6,14 +6,22 @@ import pytest
 import run_engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_engine import POLICY
+from run_engine import POLICY, tokens
 from test_engine import rows
 
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.model.resolve import resolve_model
-from moebatch.plan.device_fit import device_memory, fit
+from moebatch.plan.device_fit import (
+    device_memory,
+    disk_layers,
+    fit,
+    host_memory,
+    with_disk_layers,
+)
+from moebatch.plan.optimizer import memory_of
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.profiles import PROFILES
+from moebatch.runtime.device_backend import layer_homes
 from moebatch.runtime.emulated import EmulatedDevice
 
 
@@ -76,3 +84,30 @@ def test_what_the_user_fixed_is_kept(tiny_models) -> None:
     policy = fit(spec, POLICY, schedule="layerwise", device_bytes=10**8, micro_batch_size=None,
                  weights_resident=None)  # fmt: skip
     assert (policy.attention, policy.num_micro_batches) == ("gpu", 1)
+
+
+def test_what_host_memory_cannot_hold_stays_on_disk(tiny_models) -> None:
+    """Whole layers; less of them in host memory, the same text."""
+    path = tiny_models("mixtral")[1]
+    spec = resolve_model(str(path)).spec
+    policy = fit(spec, POLICY, schedule="cgopipe", device_bytes=10**7, micro_batch_size=3,
+                 weights_resident=0.2)  # fmt: skip
+    plan = memory_of(spec, policy, base_bytes=0)
+    expected, needs = tokens(run_engine.run(path, rows(9))), []
+    for count in range(spec.num_layers + 1):
+        changed = with_disk_layers(spec, policy, count)
+        assert disk_layers(spec, changed) == count
+        assert list(layer_homes(spec, changed)).count("disk") == count
+        needs.append(host_memory(spec, changed, plan, emulated=True).total)
+        device = EmulatedDevice(PROFILES["unthrottled"])
+        assert expected == tokens(run_engine.run(path, rows(9), changed, device=device))
+    assert needs == sorted(needs, reverse=True)
+    assert len(set(needs)) == len(needs)
+
+
+def test_a_policy_with_grouped_experts_on_a_device(tiny_models) -> None:
+    path = tiny_models("mixtral")[1]
+    policy = replace(POLICY, schedule="cgopipe", ffn="gpu", experts_grouped=2, weights_resident=0.0)
+    device = EmulatedDevice(PROFILES["unthrottled"])
+    found = run_engine.run(path, rows(9), policy, device=device)
+    assert tokens(run_engine.run(path, rows(9))) == tokens(found)

@@ -5,13 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moebatch.errors import UsageError
+from moebatch.errors import NoFeasiblePolicy, UsageError
 from moebatch.plan.calibrate import predicted
-from moebatch.plan.device_fit import DevicePlan, fit, host_memory
+from moebatch.plan.device_fit import (
+    DevicePlan,
+    device_memory,
+    fit,
+    host_memory,
+    with_disk_layers,
+)
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import Plan
+from moebatch.plan.optimizer import Plan, memory_of
 from moebatch.plan.pipeline import STYLES
-from moebatch.plan.policy import Overrides
+from moebatch.plan.policy import Overrides, Policy
 from moebatch.plan.timeline import chrome_trace
 from moebatch.units import format_bytes, parse_bytes
 
@@ -71,10 +77,11 @@ def open_accelerator(options: AcceleratorOptions) -> "Device | None":
 
 
 def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
-           fixed: Overrides) -> DevicePlan:  # fmt: skip
+           fixed: Overrides, budget: int) -> DevicePlan:  # fmt: skip
     """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
 
-    Raises: NoFeasiblePolicy when its memory does not do.
+    What host memory cannot hold of the streamed weights stays on disk, in whole layers.
+    Raises: NoFeasiblePolicy when the memory of either does not do.
     """
     policy = fit(
         spec,
@@ -84,8 +91,43 @@ def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | Non
         micro_batch_size=fixed.micro_batch_size,
         weights_resident=fixed.weights_resident,
     )
-    memory = host_memory(spec, policy, plan.memory, emulated=device.emulated)
-    return DevicePlan(policy=policy, memory=memory)
+    for on_disk in range(spec.num_layers + 1):
+        found = with_disk_layers(spec, policy, on_disk)
+        memory = host_memory(spec, found, plan.memory, emulated=device.emulated)
+        if memory.total <= budget:
+            return DevicePlan(policy=found, memory=memory)
+    raise NoFeasiblePolicy(
+        f"with this accelerator the run needs {format_bytes(memory.total)} of host memory, "
+        f"the budget is {format_bytes(budget)}",
+        hint="raise --memory, or lower --batch-size",
+    )
+
+
+def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int,
+               base_bytes: int) -> DevicePlan:  # fmt: skip
+    """The plan that a policy file for an accelerator stands for.
+
+    Raises: UsageError for a policy of the host alone; NoFeasiblePolicy when it does not fit.
+    """
+    if policy.schedule == "zigzag":
+        raise UsageError("the policy is for the host alone, and this run has an accelerator",
+                         hint="use --device cpu, or another policy")  # fmt: skip
+    host = memory_of(spec, policy, base_bytes=base_bytes)
+    plan = DevicePlan(
+        policy=policy, memory=host_memory(spec, policy, host, emulated=device.emulated)
+    )
+    need = device_memory(spec, policy).total
+    for what, size, limit in (
+        ("accelerator", need, device.memory.limit),
+        ("host", plan.memory.total, budget),
+    ):
+        if size > limit:
+            raise NoFeasiblePolicy(
+                f"this policy needs {format_bytes(size)} of {what} memory, "
+                f"there are {format_bytes(limit)}",
+                hint="raise --memory or --gpu-memory, or leave --policy away",
+            )
+    return plan
 
 
 def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> str:

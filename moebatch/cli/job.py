@@ -14,11 +14,12 @@ from moebatch.cli.accelerator import (
     AcceleratorOptions,
     device_line,
     fit_to,
+    given_plan,
     open_accelerator,
     write_trace,
 )
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
-from moebatch.cli.planning import plan_line, plan_run
+from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
 from moebatch.data.chat import load_chat_template
 from moebatch.data.counting import count_rows
@@ -41,6 +42,7 @@ from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, RowCounts, Times
 
 if TYPE_CHECKING:
+    from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
@@ -192,14 +194,7 @@ class Job:
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
         device = open_accelerator(self.accelerator)
-        planned = plan_run(self.model, workload, self.resources, compute=compute, threads=threads,
-                           budget=budget, base_bytes=host.base_bytes())  # fmt: skip
-        plan: Plan | DevicePlan = planned
-        line = plan_line(self.model.name, self.model.spec, planned, budget)
-        if device is not None:
-            plan = fit_to(device, self.model.spec, planned, schedule=self.accelerator.schedule,
-                          fixed=self.resources.overrides)  # fmt: skip
-            line = device_line(self.model.name, device, plan, budget)
+        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget)
         view.note(line)
         total = len(head) if workload.num_sequences is not None else self._count_rows()
         with Engine(
@@ -223,6 +218,24 @@ class Job:
             if self.accelerator.trace is not None:
                 write_trace(self.accelerator.trace, engine.traced)
             return Computed.of(engine, plan=plan, budget=budget, compute=compute)
+
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
+              budget: int) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+        """The plan, and the line that says what it is."""
+        from moebatch.runtime import host
+
+        spec, resources, base = self.model.spec, self.resources, host.base_bytes()
+        if device is not None and resources.policy is not None:
+            policy = overridden(resources.policy, resources.overrides)
+            given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
+            return given, device_line(self.model.name, device, given, budget)
+        planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                           budget=budget, base_bytes=base)  # fmt: skip
+        if device is None:
+            return planned, plan_line(self.model.name, spec, planned, budget)
+        fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
+                        fixed=resources.overrides, budget=budget)  # fmt: skip
+        return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
         start = "planned" if self.resources.policy is None else "file"

@@ -5,6 +5,7 @@ resident pages as there is room for. Bytes only, no rates.
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.cost import expert_page_bytes
@@ -73,6 +74,7 @@ def device_memory(spec: ModelSpec, policy: Policy) -> DeviceMemory:
     queries = spec.num_q_heads * max(spec.head_dim, spec.cache_head_dim)
     row = (3 * spec.hidden_size + 2 * queries) * FLOAT + 2 * keys * DTYPE_BYTES[policy.kv_dtype]
     group = STYLES[policy.schedule].group(policy.num_micro_batches)
+    group = max(group, policy.experts_grouped)
     slots = kv_slots(policy.schedule, policy.attention, group)
     # Of the host's attention only a prompt that a pass's budget cut in two comes back to the device;
     # twice the mean length of a sequence stands for the longest.
@@ -131,7 +133,24 @@ def host_memory(spec: ModelSpec, policy: Policy, plan: MemoryPlan, *, emulated: 
     total = spec.all_base_params + spec.num_expert_pages * spec.expert_params
     weights = total * DTYPE_BYTES[spec.weight_dtype]
     device = device_memory(spec, policy)
-    on_device = 0 if emulated else device.resident_weights
+    streamed = weights - device.resident_weights
+    on_disk = disk_layers(spec, policy) * streamed // spec.num_layers
+    on_device = on_disk if emulated else on_disk + device.resident_weights
     extra = device.total - device.resident_weights if emulated else device.activations
     return replace(plan, resident_weights=weights - on_device, page_buffer=0,
                    activations=plan.activations + extra)  # fmt: skip
+
+
+def disk_layers(spec: ModelSpec, policy: Policy) -> int:
+    """Layers whose streamed weights stay on disk: whole ones, for `weights_on_disk` of all pages."""
+    streamed = num_pages(spec) - sum(resident_pages(spec, policy))
+    if streamed == 0:
+        return 0
+    layers = policy.weights_on_disk * num_pages(spec) * spec.num_layers / streamed
+    return min(spec.num_layers, ceil(round(layers, 6)))
+
+
+def with_disk_layers(spec: ModelSpec, policy: Policy, count: int) -> Policy:
+    """The policy with so many layers on disk; the inverse of `disk_layers`."""
+    streamed = num_pages(spec) - sum(resident_pages(spec, policy))
+    return replace(policy, weights_on_disk=count * streamed / spec.num_layers / num_pages(spec))

@@ -9,6 +9,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType
+from moebatch.plan.device_fit import disk_layers
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
 from moebatch.plan.pages import share
@@ -25,8 +26,6 @@ from moebatch.runtime.device_store import DeviceStore
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.kv_cache import KVCache
 
-_PINNED: tuple[Home, ...] = ("pinned",)
-
 
 class DeviceBackend:
     """Weights, caches and lanes of one model on one device; see `Backend`.
@@ -40,12 +39,13 @@ class DeviceBackend:
                  ) -> None:  # fmt: skip
         """Take the device's memory for weights and caches.
 
-        `homes`: where each layer's streamed weights lie; None: all in pinned memory.
+        `homes`: where each layer's streamed weights lie; None: in pinned memory, but for the policy's
+        share on disk.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
         self._spec, self._policy, self._device = spec, policy, device
         style = STYLES[policy.schedule]
-        self._group = style.group(policy.num_micro_batches)
+        self._group = max(policy.experts_grouped, style.group(policy.num_micro_batches))
         self._store = DeviceStore(
             checkpoint,
             spec=spec,
@@ -53,7 +53,7 @@ class DeviceBackend:
             table=table_of(spec, policy),
             device=device,
             num_pages=style.num_pages(policy.num_micro_batches),
-            homes=homes or _PINNED * spec.num_layers,
+            homes=homes or layer_homes(spec, policy),
             ffn=policy.ffn,
             compute=compute,
         )
@@ -172,3 +172,11 @@ def kv_layers(spec: ModelSpec, policy: Policy) -> tuple[bool, ...]:
         return (False,) * spec.num_layers
     kept = round(policy.kv_resident * spec.num_layers)
     return tuple(share(i, kept, spec.num_layers) == 1 for i in range(spec.num_layers))
+
+
+def layer_homes(spec: ModelSpec, policy: Policy) -> tuple[Home, ...]:
+    """Where each layer's streamed weights lie: some on disk, spread evenly, the others pinned."""
+    count = disk_layers(spec, policy)
+    return tuple(
+        "disk" if share(i, count, spec.num_layers) else "pinned" for i in range(spec.num_layers)
+    )
