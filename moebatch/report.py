@@ -11,6 +11,7 @@ from typing import Any
 
 from moebatch import __version__
 from moebatch.data.requests import Completion, Outcome
+from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import Plan
 from moebatch.units import format_bytes, format_duration
@@ -81,7 +82,7 @@ class Report:
     spec: ModelSpec
     compute_dtype: str | None
     machine: dict[str, Any]
-    plan: Plan | None
+    plan: Plan | DevicePlan | None
     policy_source: str
     memory_budget_bytes: int
     peak_rss_bytes: int
@@ -178,19 +179,27 @@ class Report:
             f"load {format_duration(self.times.load)}",
         ]
         if self.plan is not None:
-            policy, job = self.plan.policy, self.plan.job
+            policy = self.plan.policy
             lines.append(
                 f"memory peak {format_bytes(self.peak_rss_bytes)} of "
                 f"{format_bytes(self.memory_budget_bytes)}, planned "
                 f"{format_bytes(self.plan.memory.total)} · batch {policy.batch_size} · "
                 f"weights resident {policy.weights_resident:.0%}"
             )
+        if isinstance(self.plan, Plan):
             lines.append(
-                f"predicted {job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
+                f"predicted {self.plan.job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
                 f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
             )
         if self.kept.total:
             lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")
+        if gpu := self.machine.get("gpu"):
+            kind = "emulated accelerator, no real one" if gpu["emulated"] else "accelerator"
+            lines.append(
+                f"{kind}: {gpu['name']} · {format_bytes(gpu['peak_bytes'])} of "
+                f"{format_bytes(gpu['memory_bytes'])} · schedule "
+                f"{self.plan.policy.schedule if self.plan else None}"
+            )
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
             lines.append(f"failed rows: {codes}")
@@ -199,7 +208,8 @@ class Report:
     def _policy(self) -> dict[str, Any] | None:
         if self.plan is None:
             return None
-        predicted = {"predicted_tok_s": self.plan.job.throughput}
+        said = self.plan.job.throughput if isinstance(self.plan, Plan) else None
+        predicted = {"predicted_tok_s": said}
         return {**asdict(self.plan.policy), "source": self.policy_source, **predicted}
 
     def _memory_plan(self) -> dict[str, int] | None:
@@ -213,7 +223,7 @@ class Report:
 
         Rows that end before their max_tokens make a job shorter than planned: then the rates compare.
         """
-        if self.plan is None:
+        if not isinstance(self.plan, Plan):
             return None
         job, times = self.plan.job, self.times
         pairs = {

@@ -42,6 +42,7 @@ def open_engine(
     policy: Policy,
     *,
     compute: Any = "float32",
+    device: Any = None,
     interrupted: Callable[[], bool] = lambda: False,
     **changes: Any,
 ) -> Iterator[Engine]:
@@ -60,6 +61,7 @@ def open_engine(
             max_model_len=model.spec.max_model_len,
             compute=compute,
             interrupted=interrupted,
+            device=device,
         ) as engine,
     ):
         engine.load(threads=2)

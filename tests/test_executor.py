@@ -186,7 +186,7 @@ class Broken(Exception):
     """What a handler raises."""
 
 
-@pytest.mark.parametrize("lane", list(Lane))
+@pytest.mark.parametrize("lane", [Lane.CPU, Lane.DISK])
 @pytest.mark.parametrize("nth", [0, 1, 5])
 def test_a_failure_reaches_the_caller(lane, nth) -> None:
     """On either lane, and `run` never hangs afterwards: it raises again."""
@@ -339,6 +339,24 @@ def test_an_interrupt_ends_a_pass_also_while_it_waits() -> None:
         load_page = Task(Op.LOAD_PAGE, Lane.DISK, 0)
         with pytest.raises(Interrupted):
             executor.run([load_page, Task(Op.FFN, Lane.CPU, 0, deps=(load_page.key,))])
+    finally:
+        stop.set()
+        executor.close()
+
+
+def test_an_interrupt_ends_a_pass_whose_last_task_is_of_another_lane() -> None:
+    """The caller's thread has nothing left to do but to wait for it."""
+    stop, started = threading.Event(), threading.Event()
+
+    def attend(task: Task) -> None:
+        started.set()
+        assert stop.wait(PATIENCE_S)
+
+    handlers = dict.fromkeys(Op, lambda task: None) | {Op.CPU_ATTN: attend}
+    executor = Executor(handlers, background=[Lane.CPU], interrupted=started.is_set)
+    try:
+        with pytest.raises(Interrupted):
+            within_patience(lambda: executor.run([Task(Op.CPU_ATTN, Lane.CPU, 0)]))
     finally:
         stop.set()
         executor.close()

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moebatch.cli import prompts
+from moebatch.cli.accelerator import (
+    TRACED_PASSES,
+    AcceleratorOptions,
+    device_line,
+    fit_to,
+    given_plan,
+    open_accelerator,
+    write_trace,
+)
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
-from moebatch.cli.planning import plan_line, plan_run
+from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
 from moebatch.cli.stop import Stop
 from moebatch.data import durable
@@ -32,6 +41,7 @@ from moebatch.errors import Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.model.stored import locate
+from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
 from moebatch.plan.policy import Overrides
@@ -39,6 +49,8 @@ from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
+    from moebatch.runtime.backend import PassResult
+    from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
@@ -54,6 +66,7 @@ class Job:
     output: OutputOptions
     prompts: PromptOptions
     resources: ResourceOptions
+    accelerator: AcceleratorOptions = field(default_factory=AcceleratorOptions)
     keep: KeepOptions = field(default_factory=KeepOptions)
 
     def execute(self, view: View, stop: Stop) -> Report:
@@ -107,7 +120,9 @@ class Job:
             report = self._report(flow, done.computed, work, started_at=started_at,
                                   total_s=time.perf_counter() - start)  # fmt: skip
             work.log(report.status)
-            return report
+        if self.accelerator.trace is not None and done.traced:
+            write_trace(self.accelerator.trace, done.traced)
+        return report
 
     def _builder(self, tokenizer: Tokenizer) -> tuple[RequestBuilder, dict[str, Any]]:
         """What makes requests of rows, and the fingerprint of all that goes into them."""
@@ -156,12 +171,12 @@ class Job:
         if budget is None:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
-        plan = plan_run(self.model, workload, self.resources, compute=compute, threads=threads,
-                        budget=budget, base_bytes=host.base_bytes())  # fmt: skip
-        line = plan_line(self.model.name, self.model.spec, plan, budget)
+        device = open_accelerator(self.accelerator)
+        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget)
         view.note(line)
         work.log(line)
-        work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype})
+        work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
+                          "attention": plan.policy.attention})  # fmt: skip
         with Engine(
             checkpoint,
             spec=self.model.spec,
@@ -172,6 +187,8 @@ class Job:
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
             compute=compute,
+            device=device,
+            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
             interrupted=flow.stop.requested,
         ) as engine:
             try:
@@ -181,6 +198,25 @@ class Job:
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
+                done.traced = engine.traced
+
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
+              budget: int) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+        """The plan, and the line that says what it is."""
+        from moebatch.runtime import host
+
+        spec, resources, base = self.model.spec, self.resources, host.base_bytes()
+        if device is not None and resources.policy is not None:
+            policy = overridden(resources.policy, resources.overrides)
+            given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
+            return given, device_line(self.model.name, device, given, budget)
+        planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                           budget=budget, base_bytes=base)  # fmt: skip
+        if device is None:
+            return planned, plan_line(self.model.name, spec, planned, budget)
+        fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
+                        fixed=resources.overrides, budget=budget)  # fmt: skip
+        return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
         start = "planned" if self.resources.policy is None else "file"
@@ -202,7 +238,7 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine=host.describe(),
+            machine={**host.describe(), "gpu": done.device},
             plan=done.plan,
             policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
@@ -225,9 +261,10 @@ class Job:
 class Computed:
     """What the engine has to say about a run once it is over."""
 
-    plan: Plan | None
+    plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
+    device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -237,13 +274,15 @@ class Computed:
     expert_tokens: Sequence[Sequence[int]] = ()
 
     @classmethod
-    def of(cls, engine: "Engine", *, plan: Plan, budget: int, compute: str) -> "Computed":  # fmt: skip
+    def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
+           compute: str) -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
             plan=plan,
             budget=budget,
             compute=compute,
+            device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
             decode_s=stats.decode_s,
@@ -264,6 +303,7 @@ class _Done:
     """What was computed, for who asks after the engine is gone."""
 
     computed: Computed = field(default_factory=Computed.nothing)
+    traced: "Sequence[PassResult]" = ()
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:

@@ -250,6 +250,25 @@ KvCacheDtype = Annotated[
     typer.Option(help="auto (the weights'), float32, bfloat16 or float16.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+Device = Annotated[
+    str,
+    typer.Option(help="auto, cpu, cuda, cuda:N, or emulated:NAME (t4, l4, a100, t4-mini).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Schedule = Annotated[
+    str,
+    typer.Option(help="auto, or a pipeline by name: cgopipe, fastdecode, flexgen …",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(help="Accelerator memory that may be used: 16GiB; default: all of it.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write a Chrome trace of the first passes.", rich_help_panel=_REPORTING),
+]
 ReportFile = Annotated[
     str | None,
     typer.Option("--report", help="Report file; default OUT.moebatch/report.json.",

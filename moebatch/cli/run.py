@@ -81,13 +81,18 @@ def run(
     policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    device: opt.Device = "auto",
+    schedule: opt.Schedule = "auto",
+    gpu_memory: opt.GpuMemory = None,
     report: opt.ReportFile = None,
+    trace: opt.Trace = None,
     progress: opt.Progress = "auto",
     json_report: opt.JsonReport = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Generate text for every row of a data set and write it in the order of the rows."""
     from moebatch.cli import asked, job
+    from moebatch.cli.accelerator import accelerator_options
     from moebatch.cli.limits import parse_tolerance
     from moebatch.cli.progress import make_view
     from moebatch.cli.shards import parse_shard, shard_path
@@ -102,15 +107,14 @@ def run(
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
-    flags = {
-        "max_tokens": max_tokens, "min_tokens": min_tokens, "top_p": top_p, "top_k": top_k,
-        "temperature": greedy_temperature(temperature, greedy=greedy), "min_p": min_p, "n": n,
-        "seed": seed, "stop": stop or None, "stop_token_ids": stop_token_id or None,
-        "ignore_eos": ignore_eos or None, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "logprobs": logprobs, "skip_special_tokens": skip_special_tokens,
-        "include_stop_str_in_output": include_stop_str_in_output or None,
-    }  # fmt: skip
+    sampling = given(
+        max_tokens=max_tokens, min_tokens=min_tokens, top_p=top_p, top_k=top_k, min_p=min_p, n=n,
+        temperature=greedy_temperature(temperature, greedy=greedy), seed=seed, stop=stop or None,
+        stop_token_ids=stop_token_id or None, ignore_eos=ignore_eos or None, logprobs=logprobs,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, skip_special_tokens=skip_special_tokens,
+        include_stop_str_in_output=include_stop_str_in_output or None,
+    )  # fmt: skip
     part = parse_shard(shard)
     destination = output_path(output, part)
     task = job.Job(
@@ -130,8 +134,7 @@ def run(
             tolerance=parse_tolerance(max_errors, fail_fast=fail_fast),
         ),
         prompts=asked.PromptOptions(
-            sampling={name: value for name, value in flags.items() if value is not None},
-            generation_config=generation_config, chat_template=chat_template,
+            sampling=sampling, generation_config=generation_config, chat_template=chat_template,
             apply_chat_template=apply_chat_template, system=asked.text_or_file(system),
             strict=strict, on_too_long=on_too_long, truncation_side=truncation_side,
             max_model_len=max_model_len,
@@ -141,11 +144,11 @@ def run(
                             weights_resident=weights_resident, policy=policy),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
+        accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
+                                        trace=trace),
     )  # fmt: skip
-    raise typer.Exit(_execute(
-        task, view, report=report, json_report=json_report, quiet=quiet,
-        time_limit_s=limit_s,
-    ))  # fmt: skip
+    raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet,
+                              time_limit_s=limit_s))  # fmt: skip
 
 
 def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | None,
@@ -220,6 +223,11 @@ def keep_options(resume: str, *, no_resume: bool, overwrite: bool, keep_errors: 
         keep_errors=keep_errors,
         checkpoint_steps=checkpoint_tokens,
     )
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those that the user gave: all that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | None:

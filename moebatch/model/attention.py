@@ -25,7 +25,9 @@ def attention_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, 
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = torch.einsum("qhd,chd->hqc", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window), float("-inf"))
+    scores = scores.masked_fill(
+        ~causal_mask(q.shape[0], k.shape[0], window, q.device), float("-inf")
+    )
     if sinks is not None:
         column = sinks[:, None, None].expand(-1, q.shape[0], 1)
         probabilities = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
@@ -34,10 +36,11 @@ def attention_plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, 
     return torch.einsum("hqc,chd->qhd", probabilities, v)
 
 
-def causal_mask(num_queries: int, context: int, window: int | None) -> Tensor:
+def causal_mask(num_queries: int, context: int, window: int | None,
+                device: torch.device | None = None) -> Tensor:  # fmt: skip
     """[Q, C] True where a query sees a key: not in its future, and within the window."""
-    position = torch.arange(context - num_queries, context)[:, None]
-    key = torch.arange(context)
+    position = torch.arange(context - num_queries, context, device=device)[:, None]
+    key = torch.arange(context, device=device)
     visible = key <= position
     return visible if window is None else visible & (key > position - window)
 
@@ -56,7 +59,7 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, *,
         v = pad(v, (0, q.shape[-1] - value_dim))
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     whole = num_queries == context and (window is None or window >= context)
-    mask = None if whole else causal_mask(num_queries, context, window)
+    mask = None if whole else causal_mask(num_queries, context, window, q.device)
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

@@ -107,4 +107,6 @@ def everything(num_tokens: int, names: Tensor | None = None) -> ExpertRows:
     """The grouping of a dense layer: one expert takes every token, or those named, with weight one."""
     tokens = torch.arange(num_tokens) if names is None else names
     count = tokens.numel()
-    return ExpertRows(tokens=tokens, weights=torch.ones(count, 1), starts=(0, count))
+    return ExpertRows(
+        tokens=tokens, weights=torch.ones(count, 1, device=tokens.device), starts=(0, count)
+    )

@@ -54,10 +54,10 @@ def page_table(num_layers: int, num_experts: int, *, resident_experts: int, resi
     sparse = [layer for layer in range(num_layers) if layer not in dense]
     assert 0 <= resident_experts <= len(sparse) * num_experts, resident_experts
     assert 0 <= resident_attention <= num_layers, resident_attention
-    kept = {layer: _share(k, resident_experts, len(sparse)) for k, layer in enumerate(sparse)}
+    kept = {layer: share(k, resident_experts, len(sparse)) for k, layer in enumerate(sparse)}
     streamed: list[tuple[int, int]] = []
     for layer in range(num_layers):
-        if _share(layer, resident_attention, num_layers) == 0:
+        if share(layer, resident_attention, num_layers) == 0:
             streamed.append((layer, ATTENTION_PAGE))
         if layer in kept:
             streamed += [(layer, expert + 1) for expert in range(kept[layer], num_experts)]
@@ -65,6 +65,6 @@ def page_table(num_layers: int, num_experts: int, *, resident_experts: int, resi
                      dense=frozenset(dense), base_ffn=frozenset(base_ffn))  # fmt: skip
 
 
-def _share(layer: int, total: int, num_layers: int) -> int:
+def share(layer: int, total: int, num_layers: int) -> int:
     """How many of `total` things fall to this layer when they are spread evenly."""
     return (layer + 1) * total // num_layers - layer * total // num_layers

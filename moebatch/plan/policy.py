@@ -6,21 +6,19 @@ Source: MoE-Lightning (arXiv 2411.11217), section 3.3.
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
 
 from moebatch.errors import UsageError
 from moebatch.plan.model_spec import DTYPE_BYTES
+from moebatch.plan.pipeline import STYLES
+from moebatch.plan.schedule import Processor
 
-Processor = Literal["cpu", "gpu"]
 KV_BLOCK_TOKENS = 16
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("cpu", "gpu"),
     "ffn": ("cpu", "gpu"),
     "kv_dtype": tuple(DTYPE_BYTES),
-    "schedule": (
-        "zigzag", "cgopipe", "cgopipe-grouped", "fastdecode", "flexgen-cpu", "flexgen", "layerwise",
-    ),
-}  # fmt: skip
+    "schedule": ("zigzag", *STYLES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

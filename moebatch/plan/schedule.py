@@ -7,25 +7,48 @@ the list of the pass before, or its prologue. Lanes run their own tasks in list 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
+
+Processor = Literal["cpu", "gpu"]
 
 
 class Op(StrEnum):
     """Kinds of task. The names are those of MoE-Lightning's Algorithm 1 where it has one."""
 
-    LOAD_PAGE = "load_page"
-    PRE_ATTN = "pre_attn"
-    CPU_ATTN = "cpu_attn"
-    POST_ATTN = "post_attn"
-    FFN = "ffn"
+    STAGE_PAGE = "stage_page"  # into staging memory (the paper's W_CtoPin)
+    LOAD_PAGE = "load_page"  # into the top tier (W_PintoG)
     FREE_PAGE = "free_page"
+    FREE_LAYER = "free_layer"
+    PRE_ATTN = "pre_attn"
+    OFFLOAD_QKV = "offload_qkv"
+    CPU_ATTN = "cpu_attn"
+    LOAD_HIDDEN = "load_hidden"
+    STAGE_KV = "stage_kv"  # a micro-batch's context, from the host's cache into staging memory
+    LOAD_KV = "load_kv"
+    GPU_ATTN = "gpu_attn"
+    OFFLOAD_KV = "offload_kv"
+    STORE_KV = "store_kv"  # new keys and values, into the host's cache
+    POST_ATTN = "post_attn"
+    OFFLOAD_NORMED = "offload_normed"  # what the experts read, where they run on the host
+    FFN = "ffn"
+    LOAD_FFN = "load_ffn"
+    ADD_FFN = "add_ffn"
+
+
+# Traffic of weights runs on across the end of a pass, everything else ends with it.
+PAGE_OPS = frozenset({Op.STAGE_PAGE, Op.LOAD_PAGE})
 
 
 class Lane(StrEnum):
     """What executes tasks, one after the other."""
 
+    GPU = "gpu"
     CPU = "cpu"
+    H2D = "h2d"
+    D2H = "d2h"
+    STAGE = "stage"  # host memory to pinned memory
     DISK = "disk"
 
 

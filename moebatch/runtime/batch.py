@@ -213,6 +213,9 @@ def _decode_group(segments: Seq[Segment], first: int, *, kv: KVCache,
         held = length - 1 - (length - 1 - slot) % kv.ring_tokens  # negative: nothing yet
         for window in {window for window in windows if window is not None}:
             masks[window] = (held >= 0) & (held >= length - window)
+    else:  # a cache without rings keeps all of a row, whatever the window
+        for window in {window for window in windows if window is not None}:
+            masks[window] = visible & (position >= length - window)
     return DecodeGroup(
         first=first,
         last=first + len(segments),

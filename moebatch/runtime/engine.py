@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,25 +16,20 @@ from moebatch.data.requests import Completion, Generated, Outcome, Request, RowE
 from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType, has_bf16
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import table_of
 from moebatch.plan.policy import Policy
-from moebatch.plan.schedule import Lane, Task, prologue, zigzag
+from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.batch import Segment, build_pass
-from moebatch.runtime.executor import Executor
-from moebatch.runtime.forward import Forward
+from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
+from moebatch.runtime.batch import Segment
+from moebatch.runtime.device import Device
+from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
-from moebatch.runtime.weight_store import WeightStore
-
-Progress = Callable[[int, int], None]
 
 
 def use_threads(count: int) -> int:
@@ -78,42 +74,30 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
+                 device: Device | None = None, traced_passes: int = 0,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
+        `device`: the accelerator, None where there is none; closed with the engine.
+        `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
-        self._spec, self._policy = spec, policy
+        self._device, self._traced_passes = device, traced_passes
+        self.traced: list[PassResult] = []
+        self._policy = policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._table = table_of(spec, policy)
-        self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
-        self._store = WeightStore(
-            checkpoint,
-            spec=spec,
-            family=family,
-            table=self._table,
-            page_slots=self._page_slots,
-            compute=compute,
-        )
-        self._kv = KVCache(
-            num_layers=spec.num_layers,
-            num_blocks=policy.kv_blocks,
-            num_kv_heads=spec.cache_heads,
-            head_dim=spec.cache_head_dim,
-            value_dim=spec.cache_value_dim,
-            dtype=policy.kv_dtype,
-            windows=spec.layer_windows,
-            max_sequences=policy.batch_size,
-        )
-        self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self._kv)
-        self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
-                                  interrupted=interrupted)  # fmt: skip
+        self._backend: Backend = (
+            HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                        interrupted=interrupted)
+            if device is None
+            else DeviceBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                               device=device, interrupted=interrupted)
+        )  # fmt: skip
+        self._kv = self._backend.kv
         self._interrupted = interrupted
         self._admission: Admission | None = None
         self._ended: dict[int, list[Sequence]] = {}
-        self._schedules: dict[int, list[Task]] = {}
         self.stats = EngineStats()
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
@@ -123,9 +107,8 @@ class Engine:
         """
         start = time.perf_counter()
         return_freed_memory(True)
-        self._store.load_resident(threads=threads, progress=progress)
+        self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
-        self._executor.run(prologue(self._table, page_slots=self._page_slots))
         self.stats.load_s = time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
@@ -168,17 +151,32 @@ class Engine:
     @property
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
-        return self._store.bytes_read
+        return self._backend.bytes_read
+
+    @property
+    def device_facts(self) -> dict[str, Any] | None:
+        """The accelerator for a report: what it is, whether it is real, its memory in bytes."""
+        if self._device is None:
+            return None
+        memory = self._device.memory
+        return {
+            "name": self._device.name,
+            "emulated": self._device.emulated,
+            "memory_bytes": memory.limit,
+            "peak_bytes": memory.peak,
+        }
 
     @property
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each expert of each layer has computed."""
-        counts: list[list[int]] = self._forward.expert_tokens.tolist()
+        counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
 
     def close(self) -> None:
-        """Stop the lanes. The checkpoint is the caller's to close."""
-        self._executor.close()
+        """Stop the lanes and the device. The checkpoint is the caller's to close."""
+        self._backend.close()
+        if self._device is not None:
+            self._device.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -231,30 +229,22 @@ class Engine:
         """Compute one pass and sample; the sequences whose logits were not finite."""
         start = time.perf_counter()
         groups = self._segments(active)
-        one = build_pass(
-            [[segment for _, segment in group] for group in groups],
-            kv=self._kv,
-            rope=self._rope,
-            windows=self._spec.layer_windows,
-        )
-        # A prompt that is not finished in this pass gives no logits, but asking for its last token
-        # costs nothing and keeps this independent of what is sampled.
-        ends = [token for group in one.last_tokens for token in group]
-        self._forward.begin(one, wanted=torch.tensor(ends))
-        timeline = self._executor.run(self._schedule(len(groups)))
+        done = self._backend.compute([[segment for _, segment in group] for group in groups])
+        if len(self.traced) < self._traced_passes:
+            self.traced.append(done)
         due: list[tuple[Sequence, int]] = []
         prompt_tokens = 0
-        for group, last_tokens in zip(groups, one.last_tokens, strict=True):
+        for group, last_tokens in zip(groups, done.last_tokens, strict=True):
             for (sequence, segment), last in zip(group, last_tokens, strict=True):
                 before, sequence.computed = sequence.remaining_prompt, segment.end
                 prompt_tokens += before - sequence.remaining_prompt
                 if sequence.remaining_prompt == 0:
                     due.append((sequence, last))
         broken = self._sample(due)
-        for lane in Lane:
+        for lane in done.timeline.lanes:
             busy = self.stats.lane_busy_s.get(lane, 0.0)
-            self.stats.lane_busy_s[lane] = busy + timeline.busy_s(lane)
-        self._count(time.perf_counter() - start, prompt_tokens, one.token_ids.numel())
+            self.stats.lane_busy_s[lane] = busy + done.timeline.busy_s(lane)
+        self._count(time.perf_counter() - start, prompt_tokens, done.num_tokens)
         return broken
 
     def _segments(self, active: list[Sequence]) -> list[list[tuple[Sequence, Segment]]]:
@@ -268,7 +258,7 @@ class Engine:
             allowed = budget if sequence.remaining_prompt else 1
             if allowed == 0:
                 continue
-            segments = sequence.segments(allowed)
+            segments = sequence.segments(allowed, one_by_one=self._backend.one_by_one)
             if sequence.remaining_prompt:
                 budget -= segments[-1].end - sequence.computed
             self._kv.extend(sequence.blocks, segments[-1].end)
@@ -276,20 +266,12 @@ class Engine:
             group += [(sequence, segment) for segment in segments]
         return [groups[j] for j in sorted(groups)]
 
-    def _schedule(self, num_micro_batches: int) -> list[Task]:
-        """The pass's schedule; built once for each number of micro-batches."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = zigzag(
-                self._table, num_micro_batches=num_micro_batches, page_slots=self._page_slots
-            )
-        return self._schedules[num_micro_batches]
-
     def _sample(self, due: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Choose the next token of each sequence; returns those with logits that are not finite."""
         broken = []
         for first in range(0, len(due), MAX_LOGIT_ROWS):
             part = due[first : first + MAX_LOGIT_ROWS]
-            logits = self._forward.logits(torch.tensor([token for _, token in part]))
+            logits = self._backend.logits(torch.tensor([token for _, token in part]))
             sampled = sample(logits, [sequence.sampling_state() for sequence, _ in part])
             for (sequence, _), token in zip(part, sampled, strict=True):
                 if token.finite:

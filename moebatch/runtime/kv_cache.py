@@ -8,7 +8,7 @@ the token at position p lies at slot p modulo the ring's size.
 Shapes: T tokens, R rows, C context tokens, G key/value heads, d head_dim, B blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from moebatch.plan.memory import ring_blocks
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 
+Empty = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,29 +37,32 @@ class KVCache:
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
                  dtype: str, value_dim: int | None = None, windows: Sequence[int | None] = (),
-                 max_sequences: int | None = None) -> None:  # fmt: skip
+                 max_sequences: int | None = None, empty: Empty | None = None) -> None:  # fmt: skip
         """Reserve address space for the pools; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
         `value_dim`: a value is so much of its key (latents), and is not held again.
         `windows`: of each layer, none given: no layer has one. At most `max_sequences` hold blocks at
-        once, which bounds the rings.
+        once, which bounds the rings. `empty` gives a layer's memory where that is not host memory;
+        such a cache's indices must lie there too.
         """
         self._ring_blocks = ring_blocks(windows)
         ring = min(num_blocks, self._ring_blocks * (max_sequences or num_blocks))
         self._windowed = [bool(windows) and windows[i] is not None for i in range(num_layers)]
         pools = 2 if value_dim is None else 1
+        make = empty or (lambda layer, shape, dtype: torch.zeros(shape, dtype=dtype))
         self._layers = [
-            torch.zeros(
+            make(
+                i,
                 (
                     pools,
                     (ring if windowed else num_blocks) * num_kv_heads,
                     KV_BLOCK_TOKENS,
                     head_dim,
                 ),
-                dtype=_DTYPES[dtype],
+                _DTYPES[dtype],
             )
-            for windowed in self._windowed
+            for i, windowed in enumerate(self._windowed)
         ]
         self._num_kv_heads, self._value_dim = num_kv_heads, value_dim
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -67,6 +71,8 @@ class KVCache:
         self.block_tokens = KV_BLOCK_TOKENS
         self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
         self.dtype = _DTYPES[dtype]
+        # Caches elsewhere that hold layers of the same sequences.
+        self.followers: list[KVCache] = []
 
     @property
     def ring_tokens(self) -> int:
@@ -93,8 +99,11 @@ class KVCache:
     def scrub(self, table: BlockTable) -> None:
         """Zero a sequence's blocks: after non-finite values, before another sequence gets them."""
         full, ring = (self._rows([blocks]).flatten() for blocks in (table.full, table.ring))
-        for pools, windowed in zip(self._layers, self._windowed, strict=True):
-            pools.index_fill_(1, ring if windowed else full, 0.0)
+        for cache in (self, *self.followers):
+            for pools, windowed in zip(cache._layers, cache._windowed, strict=True):
+                if pools.numel():
+                    rows = ring if windowed else full
+                    pools.index_fill_(1, rows.to(pools.device), 0.0)
 
     def slots(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Where tokens [start, end) of a sequence are written: row numbers of the pool, [T, G]."""
@@ -151,6 +160,27 @@ class KVCache:
             for pool in self._layers[layer]
         ]
         return found[0], found[-1][..., : self._value_dim]
+
+    def gather_bytes(self, block_rows: Tensor) -> int:
+        """Bytes that `gather_into` fills for these rows."""
+        pools = self._layers[0]
+        numbers = pools.shape[0] * block_rows.numel() * KV_BLOCK_TOKENS * pools.shape[3]
+        return numbers * self.dtype.itemsize
+
+    def gather_into(self, layer: int, block_rows: Tensor, out: Tensor) -> None:
+        """The same blocks as they lie, into bytes [gather_bytes]; `context_of` reads them."""
+        pools, flat = self._layers[layer], block_rows.flatten()
+        held = out.view(self.dtype).view(pools.shape[0], flat.numel(), KV_BLOCK_TOKENS, -1)
+        for pool, target in zip(pools, held, strict=True):
+            torch.index_select(pool, 0, flat, out=target)
+
+    def context_of(self, gathered: Tensor, block_rows_shape: tuple[int, ...],
+                   ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `gather` returns, of bytes that `gather_into` filled, wherever they lie now."""
+        rows, heads, blocks = block_rows_shape
+        pools = self._layers[0].shape[0]
+        held = gathered.view(self.dtype).view(pools, rows, heads, blocks * KV_BLOCK_TOKENS, -1)
+        return held[0].float(), held[-1][..., : self._value_dim].float()
 
     def gather_tokens(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, G, d] float32 of the tokens at the slots [T, G]."""

@@ -89,19 +89,24 @@ class PageReader:
 
         Raises: ModelError when a file cannot be read.
         """
-        memory = _bytes_of(buffer)
-        tensors = {}
+        memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
         for part in plan.parts:
-            tensor = buffer[part.begin : part.end].view(part.dtype).view(part.shape)
             for fill in part.fills:
                 self.bytes_read += fill.stored.num_bytes
                 if fill.as_it_lies:
                     target = memory[fill.begin : fill.end]
                     self._checkpoint.read_into(fill.stored.entries[0], target)
                 else:
-                    self._decode(fill, tensor[fill.first : fill.last])
-            tensors[part.name] = tensor
+                    self._decode(fill, tensors[part.name][fill.first : fill.last])
         return tensors
+
+    @staticmethod
+    def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
+        """Where a page's parts lie in a byte buffer that holds it."""
+        return {
+            part.name: buffer[part.begin : part.end].view(part.dtype).view(part.shape)
+            for part in plan.parts
+        }
 
     def forget(self, plan: PagePlan) -> None:
         """Let the kernel drop a page's bytes from its cache of the files."""

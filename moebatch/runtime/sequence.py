@@ -81,16 +81,19 @@ class Sequence:
             forbidden_token_ids=self._checker.forbidden_token_ids,
         )
 
-    def segments(self, max_tokens: int) -> list[Segment]:
+    def segments(self, max_tokens: int, *, one_by_one: bool = True) -> list[Segment]:
         """What this sequence computes next, at most `max_tokens` tokens, in order.
 
         Tokens that `resume` brought come one by one, though in one pass: they go through the
         arithmetic of decoding as they did when they were generated, so what follows is the same to
-        the last bit wherever the kernels do not depend on the batch.
+        the last bit wherever the kernels do not depend on the batch. Not `one_by_one`: as one
+        segment, like a prompt, for a backend that takes no more than one of a sequence.
         """
         start, end = self.computed, min(self.computed + max_tokens, len(self._prefill))
         if start >= len(self._prefill):
             return [self._segment(self.generated[-1:], start)]
+        if not one_by_one:
+            return [self._segment(self._prefill[start:end], start)]
         split = min(end, max(start, len(self.prompt)))
         prompt = [self._segment(self.prompt[start:split], start)] if split > start else []
         return prompt + [self._segment(self._prefill[k : k + 1], k) for k in range(split, end)]
