@@ -28,15 +28,15 @@ def counted(path, requests, monkeypatch):
     flops = dict.fromkeys(("head", *Op), 0)
     loads, attended = [], {"decode": 0, "prompt": 0}
     with open_engine(path, POLICY, weights_resident=0.0) as engine:
-        for op, handler in list(engine._executor._handlers.items()):
+        for op, handler in list(engine._backend._executor._handlers.items()):
 
             def count(task, op=op, handler=handler):
                 with FlopCounterMode(display=False) as counter:
                     handler(task)
                 flops[op] += counter.get_total_flops()
 
-            engine._executor._handlers[op] = count
-        plain_logits, plain_pass = engine._forward.logits, Engine._pass
+            engine._backend._executor._handlers[op] = count
+        plain_logits, plain_pass = engine._backend._forward.logits, Engine._pass
 
         def logits(tokens):
             with FlopCounterMode(display=False) as counter:
@@ -51,7 +51,7 @@ def counted(path, requests, monkeypatch):
             loads.append((self.stats.prompt_tokens - before, decoding))
             return result
 
-        plain_begin = engine._forward.begin
+        plain_begin = engine._backend._forward.begin
 
         def begin(one, **wanted):
             for part in one.micro_batches:
@@ -61,8 +61,8 @@ def counted(path, requests, monkeypatch):
                     attended["prompt"] += sum(range(first + 1, run.context + 1))
             plain_begin(one, **wanted)
 
-        engine._forward.begin = begin
-        engine._forward.logits = logits
+        engine._backend._forward.begin = begin
+        engine._backend._forward.logits = logits
         monkeypatch.setattr(Engine, "_pass", one_pass)
         list(engine.run(requests))
     return flops, loads, attended

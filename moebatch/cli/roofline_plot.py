@@ -96,5 +96,5 @@ def _turning_points(axes: Any, hrm: Points) -> None:
         marks.append(("P1 of attention", hrm.p1, 0.22))
     for name, x, height in marks:
         axes.axvline(x, color=_POINT, lw=1.0, ls=":")
-        axes.annotate(f" {name} {x:.3g}", (x, height), xycoords=("data", "axes fraction"),
+        axes.annotate(f" {name} {x:,.0f}", (x, height), xycoords=("data", "axes fraction"),
                       color=_POINT, fontsize=9)  # fmt: skip
