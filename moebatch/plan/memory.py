@@ -19,6 +19,8 @@ FLOAT = 4
 _MAX_INTERMEDIATE = 1 << 22  # numbers of gate and up that one expert call makes (model.experts)
 # Streamed pages' work space in the library that multiplies with them, and the heap's holes.
 _STREAM_WORK_PAGES, _STREAM_WORK_BYTES = 6, 128 << 20
+# The library makes code for each number of rows that a product is called with, and keeps this many.
+_PRODUCT_BYTES, _PRODUCTS = 200 << 10, 1024
 _MAX_GATHER = 64 << 20  # bytes of keys and values that one attention call brings together
 _LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
 MAX_LOGIT_ROWS = 128
@@ -111,7 +113,9 @@ def activation_bytes(spec: ModelSpec, *, pass_tokens: Amount, micro_tokens: Amou
     per_pass = 6 * spec.hidden_size + 24 * spec.top_k
     heads = 3 * spec.q_size + 2 * spec.kv_size
     per_token = (spec.hidden_size + heads) * FLOAT + 6 * spec.qkv_rows
-    calls = _expert_bytes(spec, pass_tokens) + _gather(spec, kv_blocks)
+    calls = (
+        _expert_bytes(spec, pass_tokens) + _gather(spec, kv_blocks) + _products(spec, pass_tokens)
+    )
     return np.ceil(pass_tokens * per_pass + micro_tokens * per_token) + calls
 
 
@@ -122,10 +126,20 @@ def _expert_bytes(spec: ModelSpec, tokens: Amount) -> Amount:
     return rows * (4 * size + 3 * spec.hidden_size) * FLOAT
 
 
+def _products(spec: ModelSpec, pass_tokens: Amount) -> Amount:
+    """Code for products: each expert of each layer may see numbers of rows of its own."""
+    different = np.minimum(2 * pass_tokens, 2 * spec.num_expert_pages)
+    return _PRODUCT_BYTES * np.minimum(different, _PRODUCTS)
+
+
+def gather_block_bytes(spec: ModelSpec) -> int:
+    """What a block takes in an attention call: as it lies in the cache and in float32, at most."""
+    return 2 * KV_BLOCK_TOKENS * spec.kv_numbers * FLOAT
+
+
 def _gather(spec: ModelSpec, kv_blocks: Amount) -> Amount:
-    """Keys and values of one attention call, as they lie in the cache and in float32."""
-    everything = kv_blocks * KV_BLOCK_TOKENS * spec.kv_numbers * FLOAT
-    return 2 * np.minimum(_MAX_GATHER, everything)
+    """Keys and values of one attention call."""
+    return np.minimum(2 * _MAX_GATHER, kv_blocks * gather_block_bytes(spec))
 
 
 def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:

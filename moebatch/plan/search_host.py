@@ -13,7 +13,14 @@ import numpy as np
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.host_time import HostTime, PassLoad
 from moebatch.plan.machine import MachineSpec, Numbers
-from moebatch.plan.memory import Amount, MemoryPlan, host_memory, in_bytes, kv_block_bytes
+from moebatch.plan.memory import (
+    Amount,
+    MemoryPlan,
+    gather_block_bytes,
+    host_memory,
+    in_bytes,
+    kv_block_bytes,
+)
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Overrides, Policy
 from moebatch.plan.search_accelerator import batch_sizes, settings_of
@@ -120,7 +127,9 @@ class HostModel:
         work, spec = self._workload, self.spec
         batch = int(at.batch[k])
         blocks = int(self.kv_blocks(batch))
-        extra = int(max(0.0, spare_bytes) // kv_block_bytes(spec, self._kv_dtype))
+        # A block may also add to what one attention call brings together.
+        each = kv_block_bytes(spec, self._kv_dtype) + gather_block_bytes(spec)
+        extra = int(max(0.0, spare_bytes) // each)
         kept = at.attention_pages[k] + at.expert_pages[k]
         return Policy(
             batch_size=batch,
