@@ -50,6 +50,7 @@ class Device(Protocol):
     name: str
     emulated: bool
     memory: "Budget"
+    grouped: bool  # whether it has grouped products (moebatch.model.grouped)
 
     @property
     def torch_device(self) -> torch.device:
