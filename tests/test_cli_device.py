@@ -1,6 +1,8 @@
 """The command line with an accelerator: same text, a report that says what it ran on, a trace."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,3 +123,33 @@ def test_memory_that_runs_out_between_tokens(rows, tmp_path, monkeypatch) -> Non
     assert out.read_text() == whole.read_text()
     report = json.loads(Path(f"{out}.moebatch/report.json").read_text())
     assert report["requests"]["succeeded"] == len(ROWS)
+
+
+def test_a_wrong_device_leaves_nothing_behind(rows, tmp_path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run_here(rows, out, "--device", "emulated:h9000") == 2
+    assert run_here(rows, out, "--schedule", "cgopipe", "--device", "cpu") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stopped_and_resumed_on_a_device(rows, tmp_path, monkeypatch) -> None:
+    """In the middle of rows, and with another schedule afterwards: the text of one go."""
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    device = ["--device", "emulated:t4", "--gpu-memory", "1GiB"]
+    assert run_here(rows, whole, *device) == 0
+    trace, passes = tmp_path / "trace.json", iter(range(100))
+    compute = device_backend.DeviceBackend.compute
+
+    def stopped(self, groups, **kwargs):
+        if next(passes) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, groups, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_backend.DeviceBackend, "compute", stopped)
+        assert run_here(rows, out, *device, "--trace", str(trace)) == 143
+    assert not out.exists()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert _guarded(["status", str(out)]) in (0, 3)
+    assert run_here(rows, out, *device, "--schedule", "fastdecode") == 0
+    assert out.read_text() == whole.read_text()

@@ -72,16 +72,23 @@ def open_accelerator(options: AcceleratorOptions) -> "Device | None":
     """
     from moebatch.runtime.devices import open_device
 
-    device = open_device(options.device, memory_bytes=options.memory_bytes)
-    if device is None and options.schedule not in (None, "zigzag"):
+    check_accelerator(options)
+    return open_device(options.device, memory_bytes=options.memory_bytes)
+
+
+def check_accelerator(options: AcceleratorOptions) -> None:
+    """Raises: UsageError when the device is not there, or the schedule is none for it."""
+    from moebatch.runtime.devices import find_device
+
+    kind, _ = find_device(options.device, memory_bytes=options.memory_bytes)
+    if kind == "cpu" and options.schedule not in (None, "zigzag"):
         raise UsageError(
             f"--schedule {options.schedule} needs an accelerator, and --device is {options.device}",
             hint="leave --schedule away, or name a device: --device emulated:t4",
         )
-    if device is not None and options.schedule == "zigzag":
+    if kind != "cpu" and options.schedule == "zigzag":
         raise UsageError("--schedule zigzag is for the host alone",
                          hint="use --device cpu, or one of: " + ", ".join(STYLES))  # fmt: skip
-    return device
 
 
 def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,

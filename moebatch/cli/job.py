@@ -12,6 +12,7 @@ from moebatch.cli import prompts
 from moebatch.cli.accelerator import (
     TRACED_PASSES,
     AcceleratorOptions,
+    check_accelerator,
     device_line,
     fit_to,
     given_plan,
@@ -74,6 +75,8 @@ class Job:
         work to keep.
         """
         out = self.output
+        if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
+            check_accelerator(self.accelerator)  # before there is a side directory
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
