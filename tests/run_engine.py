@@ -9,6 +9,7 @@ from typing import Any
 from moebatch.data.requests import Completion, Request, RowError, SamplingParams
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
+from moebatch.native.kernels import load_kernels
 from moebatch.plan.policy import Policy
 from moebatch.runtime.engine import Engine
 
@@ -38,9 +39,15 @@ def request(index: int, prompt: Sequence[int], **params: Any) -> Request:
 
 @contextmanager
 def open_engine(
-    path: Path, policy: Policy, *, compute: Any = "float32", **changes: Any
+    path: Path,
+    policy: Policy,
+    *,
+    compute: Any = "float32",
+    native: bool = True,
+    **changes: Any,
 ) -> Iterator[Engine]:
-    """A loaded engine under a policy, with some of its fields changed."""
+    """A loaded engine under a policy, with some of its fields changed; with native kernels if asked
+    for and there are any."""
     model = resolve_model(str(path))
     with (
         Checkpoint(path) as checkpoint,
@@ -54,6 +61,7 @@ def open_engine(
             eos_token_ids=model.eos_token_ids,
             max_model_len=model.spec.max_model_len,
             compute=compute,
+            kernels=load_kernels(2) if native else None,
         ) as engine,
     ):
         engine.load(threads=2)

@@ -173,11 +173,13 @@ class Job:
         tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
     ) -> "Computed":  # fmt: skip
         """Plan from the first rows, load, and run."""
+        from moebatch.native.kernels import load_kernels
         from moebatch.runtime import host
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
         compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
         threads = use_threads(self.resources.cpu_threads or host.num_cores())
+        kernels = load_kernels(threads)
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
         policy, memory = choose(
@@ -199,13 +201,21 @@ class Job:
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
             compute=compute,
+            kernels=kernels,
         ) as engine:
             engine.load(threads=min(threads, LOADERS), progress=view.loading)
             for outcome in engine.run(
                 requests, lambda stats: view.running(_state(stats, flow, total, workload))
             ):
                 flow.take(outcome)
-            return Computed.of(engine, policy=policy, memory=memory, budget=budget, compute=compute)
+            return Computed.of(
+                engine,
+                policy=policy,
+                memory=memory,
+                budget=budget,
+                compute=compute,
+                kernels="pytorch" if kernels is None else kernels.variant,
+            )
 
     def _count_rows(self) -> int | None:
         return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
@@ -225,7 +235,7 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine=host.describe(),
+            machine={**host.describe(), "kernels": done.kernels},
             policy=done.policy,
             policy_source="planned" if self.resources.overrides == Overrides() else "overridden",
             memory_plan=done.memory,
@@ -239,8 +249,14 @@ class Job:
             disk_read_bytes=done.disk_read_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
-            warnings=flow.builder.warnings,
+            warnings=[*flow.builder.warnings, *done.warnings],
         )
+
+
+_NO_KERNELS = (
+    "installed without native kernels, PyTorch computes at a fraction of the speed: "
+    "install a C++ compiler and moebatch once more"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +267,8 @@ class Computed:
     memory: MemoryPlan | None
     budget: int
     compute: str | None = None
+    kernels: str | None = None
+    warnings: Sequence[str] = ()
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -261,14 +279,18 @@ class Computed:
 
     @classmethod
     def of(cls, engine: "Engine", *, policy: Policy, memory: MemoryPlan, budget: int,
-           compute: str) -> "Computed":  # fmt: skip
+           compute: str, kernels: str) -> "Computed":  # fmt: skip
         """Read it off the engine."""
+        from moebatch.native.kernels import extension
+
         stats = engine.stats
         return cls(
             policy=policy,
             memory=memory,
             budget=budget,
             compute=compute,
+            kernels=kernels,
+            warnings=() if extension() else (_NO_KERNELS,),
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
             decode_s=stats.decode_s,

@@ -4,14 +4,16 @@ Knows nothing of where weights came from: it gets views of pages that are alread
 Shapes: T tokens, D hidden_size, F expert_size, R rows of one expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from moebatch.model.linear import Linear
+from moebatch.model.linear import Linear, NativeLinear
 from moebatch.model.router import ExpertRows
+from moebatch.native.kernels import FfnWeights
 
 # Rows that one call carries: the intermediate [R, 2F] then stays within tens of MB.
 _MAX_INTERMEDIATE = 1 << 22
@@ -19,12 +21,27 @@ _MAX_INTERMEDIATE = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expert:
-    """One expert's matrices: gate and up stacked [2F, D], down [D, F]."""
+    """One expert's matrices: gate and up stacked [2F, D], down [D, F].
+
+    `native` are the same matrices for the fused kernel, where they can be used so.
+    """
 
     index: int
     size: int
     gate_up: Linear
     down: Linear
+    native: FfnWeights | None = None
+
+
+def make_expert(index: int, *, size: int, gate_up: Linear, down: Linear) -> Expert:
+    """An expert, with its fused form where both matrices are packed and gate fills whole panels."""
+    native = None
+    if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
+        kernels, stacked = gate_up.kernels, gate_up.packed
+        if size % kernels.panel_outputs == 0:
+            gate, up = kernels.rows(stacked, 0, size), kernels.rows(stacked, size, 2 * size)
+            native = kernels.ffn_weights(gate, up, down.packed)
+    return Expert(index=index, size=size, gate_up=gate_up, down=down, native=native)
 
 
 def swiglu(x: Tensor, expert: Expert) -> Tensor:
@@ -32,6 +49,26 @@ def swiglu(x: Tensor, expert: Expert) -> Tensor:
     gate_up = expert.gate_up(x)
     gate, up = gate_up[:, : expert.size], gate_up[:, expert.size :]
     return expert.down(torch.mul(silu(gate), up))
+
+
+def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
+                experts: Sequence[Expert]) -> None:  # fmt: skip
+    """`add_expert` for neighbours in ascending order; in one call of the fused kernel if they can."""
+    first, down = experts[0], experts[0].down
+    native = [expert.native for expert in experts if expert.native is not None]
+    if len(native) < len(experts) or not isinstance(down, NativeLinear):
+        for expert in experts:
+            add_expert(output, hidden, rows, expert)
+        return
+    down.kernels.add_ffn(
+        output,
+        hidden,
+        native,
+        starts=rows.starts[first.index : first.index + len(experts) + 1],
+        tokens=rows.tokens,
+        weights=rows.weights,
+        round_x=down.round_x,
+    )
 
 
 def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moebatch.native.kernels import Kernels
+
 ComputeType = Literal["float32", "bfloat16"]
 _FP16_MAX = 65504.0
 # Rows are upcast in tiles that stay in the L2 cache (1 MiB of float32 a core, two cores).
@@ -127,6 +129,29 @@ def _never_one(x: Tensor) -> Tensor:
     return x.bfloat16().expand(2, -1).contiguous() if x.shape[0] == 1 else x.bfloat16()
 
 
+class NativeLinear:
+    """A weight in the native kernels' panels: float32 sums; a bit-for-bit constant per token.
+
+    With `round_x`, x is rounded to bf16 where the weight is bf16; the result stays float32.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Tensor, kernels: Kernels, *, round_x: bool,
+                 where: Literal["copy", "in place"] = "copy") -> None:  # fmt: skip
+        """`weight` [O, I]; "in place" turns its own memory into panels where its shape allows it."""
+        pack_weight = kernels.pack if where == "copy" else kernels.pack_in_place
+        self.kernels, self.packed, self.round_x = kernels, pack_weight(weight), round_x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O] float32."""
+        return self.kernels.matmul(x, self.packed, round_x=self.round_x)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Some rows of the weight itself [T, I]: a head that is tied serves as the embedding."""
+        return self.kernels.unpack_rows(self.packed, rows)
+
+
 def has_fbgemm() -> bool:
     """Whether PyTorch was built with fbgemm (x86 only)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
@@ -143,15 +168,24 @@ def has_bf16() -> bool:
     )
 
 
-def pack(weight: Tensor, compute: ComputeType = "float32") -> Linear:
+def pack(weight: Tensor, compute: ComputeType = "float32",
+         kernels: Kernels | None = None) -> Linear:  # fmt: skip
     """The fastest form for a weight that stays in memory; copies it."""
+    if kernels is not None:
+        return NativeLinear(weight, kernels, round_x=compute == "bfloat16")
     if compute == "bfloat16" and weight.dtype == torch.bfloat16:
         return PackedBf16Linear(weight)
     return PackedLinear(weight) if PackedLinear.can_pack(weight) else TensorLinear(weight.clone())
 
 
-def in_place(weight: Tensor, compute: ComputeType = "float32") -> Linear:
-    """The form for a weight that is used where it lies, as long as its bytes are there."""
+def in_place(weight: Tensor, compute: ComputeType = "float32",
+             kernels: Kernels | None = None) -> Linear:  # fmt: skip
+    """The form for a weight that is used where it lies, as long as its bytes are there.
+
+    The native kernels reorder those bytes: `weight` has no rows any more.
+    """
+    if kernels is not None:
+        return NativeLinear(weight, kernels, round_x=compute == "bfloat16", where="in place")
     if compute == "bfloat16" and weight.dtype == torch.bfloat16:
         return Bf16Linear(weight)
     return TensorLinear(weight)

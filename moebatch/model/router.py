@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moebatch.model.linear import Linear
 
-def route(hidden: Tensor, weight: Tensor, *, top_k: int, norm_top_k: bool) -> tuple[Tensor, Tensor]:
+
+def route(
+    hidden: Tensor, weight: Tensor | Linear, *, top_k: int, norm_top_k: bool
+) -> tuple[Tensor, Tensor]:
     """Expert weights [T, K] float32 and expert ids [T, K] of hidden [T, D].
 
     Softmax over all experts, then the largest K, scaled to sum to one where `norm_top_k`.
     """
-    probabilities = torch.softmax(linear(hidden, weight), dim=-1)
+    logits = linear(hidden, weight) if isinstance(weight, Tensor) else weight(hidden)
+    probabilities = torch.softmax(logits, dim=-1)
     weights, experts = torch.topk(probabilities, top_k, dim=-1)
     if norm_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -106,6 +106,8 @@ class Kernels:
             torch.float16: kinds.f16,
         }
 
+    panel_outputs = _PANEL
+
     @property
     def variant(self) -> str:
         """Name of the SIMD variant."""
@@ -171,6 +173,15 @@ class Kernels:
             inputs=packed.inputs,
         )
 
+    def unpack_rows(self, packed: Packed, rows: Tensor) -> Tensor:
+        """Some rows of a packed weight as they were: rows [T] int64 -> [T, I] in its type."""
+        step = 2 if packed.dtype == torch.bfloat16 else 1  # inputs side by side in a panel
+        steps = -(-packed.inputs // step)
+        panels = packed.buffer.view(torch.uint8).flatten().view(packed.dtype)
+        panels = panels.view(-1, steps, _PANEL, step)
+        found = panels[rows // _PANEL, :, rows % _PANEL]
+        return found.reshape(rows.numel(), steps * step)[:, : packed.inputs]
+
     def matmul(self, x: Tensor, weight: Packed, *, bias: Tensor | None = None,
                round_x: bool = False) -> Tensor:  # fmt: skip
         """x [T, I] float32 or bf16 -> [T, O] float32; `bias` [O] float32.
@@ -209,7 +220,7 @@ class Kernels:
         """out[t] += weight * down(gate(x[t])) for all routed rows, experts in the order given.
 
         out [T, O] float32, x [T, I]; rows of experts[e] are [starts[e], starts[e + 1]) of tokens [R]
-        int64 and weights [R] float32. A token must not occur twice among one expert's rows.
+        int64 and weights [R] or [R, 1] float32. A token must not occur twice among one expert's rows.
         """
         assert out.dtype == torch.float32 and out.stride(1) == 1
         assert tokens.dtype == torch.int64 and tokens.is_contiguous()

@@ -16,6 +16,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.native.kernels import Kernels
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
@@ -76,8 +77,12 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
-                 max_model_len: int, compute: ComputeType = "float32") -> None:  # fmt: skip
-        """Allocate the page buffer and the KV cache; `load` reads the weights."""
+                 max_model_len: int, compute: ComputeType = "float32",
+                 kernels: Kernels | None = None) -> None:  # fmt: skip
+        """Allocate the page buffer and the KV cache; `load` reads the weights.
+
+        Without native kernels PyTorch computes everything.
+        """
         self._spec, self._policy = spec, policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
@@ -90,6 +95,7 @@ class Engine:
             table=self._table,
             page_slots=self._page_slots,
             compute=compute,
+            kernels=kernels,
         )
         self._kv = KVCache(
             num_layers=spec.num_layers,

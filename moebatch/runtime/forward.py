@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moebatch.model.attention import attend_decode, attend_prompt
-from moebatch.model.experts import add_expert
+from moebatch.model.experts import Expert, add_experts
 from moebatch.model.layers import apply_rope, rms_norm
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
 from moebatch.plan.model_spec import ModelSpec
@@ -53,6 +53,7 @@ class Forward:
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._rows: ExpertRows | None = None
+        self._experts: list[Expert] = []
 
     def logits(self, tokens: Tensor) -> Tensor:
         """float32 logits [S, V] of the given tokens of the pass [S]."""
@@ -114,12 +115,19 @@ class Forward:
             self._routed.append(routed)
 
     def _ffn(self, task: Task) -> None:
-        """One expert over its tokens of all micro-batches, added to the residual stream."""
+        """One expert over its tokens of all micro-batches, added to the residual stream.
+
+        Experts that stay in memory wait for the next that does not, or the layer's last: one call
+        for many experts keeps all cores busy where some have few tokens.
+        """
         if task.page == 1:
             self._rows = self._group(task.layer)
         assert self._rows is not None
-        expert = self._store.expert(task.layer, task.page)
-        add_expert(self._hidden, self._normed, self._rows, expert)
+        self._experts.append(self._store.expert(task.layer, task.page))
+        last = task.page == self._spec.num_experts
+        if last or not self._store.is_resident(task.layer, task.page):
+            add_experts(self._hidden, self._normed, self._rows, self._experts)
+            self._experts.clear()
 
     def _group(self, layer: int) -> ExpertRows:
         last = layer == self._spec.num_layers - 1

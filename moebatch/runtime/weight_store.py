@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
-from moebatch.model.experts import Expert
+from moebatch.model.experts import Expert, make_expert
 from moebatch.model.families import Family
 from moebatch.model.families.base import Part
-from moebatch.model.linear import ComputeType, Linear, in_place, pack
+from moebatch.model.linear import ComputeType, Linear, NativeLinear, in_place, pack
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 
@@ -44,14 +45,14 @@ class AttentionWeights:
     output_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    router: Tensor | None
+    router: Tensor | Linear | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Embedding table [V, D] in the checkpoint's type, final norm and LM head."""
+    """Embedding table [V, D] in the checkpoint's type, to be indexed; final norm and LM head."""
 
-    embedding: Tensor
+    embedding: Tensor | NativeLinear
     final_norm: Tensor
     head: Linear
 
@@ -60,10 +61,12 @@ class WeightStore:
     """The weights of one model under one page table."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
-                 table: PageTable, page_slots: int, compute: ComputeType) -> None:  # fmt: skip
-        """Allocate the page buffer; nothing is read yet."""
+                 table: PageTable, page_slots: int, compute: ComputeType,
+                 kernels: Kernels | None = None) -> None:  # fmt: skip
+        """Allocate the page buffer; nothing is read yet. Without kernels PyTorch computes."""
         self._checkpoint, self._spec, self._family = checkpoint, spec, family
-        self._table, self._compute = table, compute
+        self._table, self._compute, self._kernels = table, compute, kernels
+        self._experts: dict[Where, Expert] = {}
         self._pages: dict[Where, dict[str, Linear | Tensor]] = {}
         self._slot_of: dict[Where, Tensor] = {}
         sizes = {w: self._layout(self._parts(w))[1] for w in table.streamed}
@@ -87,9 +90,7 @@ class WeightStore:
             if getattr(scratch, "buffer", None) is None or scratch.buffer.numel() < size:
                 scratch.buffer = _buffer(size)
             tensors = self._read(parts, scratch.buffer)
-            self._pages[one] = {
-                name: _keep(name, tensor, self._compute) for name, tensor in tensors.items()
-            }
+            self._put(one, {name: self._keep(name, tensor) for name, tensor in tensors.items()})
 
         with ThreadPoolExecutor(max_workers=threads) as pool:
             for done, _ in enumerate(pool.map(load, where), start=1):
@@ -105,13 +106,12 @@ class WeightStore:
             for name in part.sources:
                 self._checkpoint.forget(self._checkpoint.entry(name))
         self._slot_of[where] = slot
-        self._pages[where] = {
-            name: _view(name, tensor, self._compute) for name, tensor in tensors.items()
-        }
+        self._put(where, {name: self._view(name, tensor) for name, tensor in tensors.items()})
 
     def free_page(self, layer: int, page: int) -> None:
         """Give a streamed page's slot back; its views die."""
         del self._pages[(layer, page)]
+        self._experts.pop((layer, page), None)
         self._free_slots.append(self._slot_of.pop((layer, page)))
 
     def attention(self, layer: int) -> AttentionWeights:
@@ -126,18 +126,16 @@ class WeightStore:
             output_bias=_optional(page.get("output_bias")),
             q_norm=_optional(page.get("q_norm")),
             k_norm=_optional(page.get("k_norm")),
-            router=_optional(page.get("router")),
+            router=page.get("router"),
         )
 
     def expert(self, layer: int, page: int) -> Expert:
         """The expert of an expert page, which must be there."""
-        parts = self._pages[(layer, page)]
-        return Expert(
-            index=page - 1,
-            size=self._spec.expert_size,
-            gate_up=_linear(parts["gate_up"]),
-            down=_linear(parts["down"]),
-        )
+        return self._experts[(layer, page)]
+
+    def is_resident(self, layer: int, page: int) -> bool:
+        """Whether a page stays in memory for good."""
+        return (layer, page) not in self._slot_of
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -146,7 +144,9 @@ class WeightStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the experts compute, and want their inputs."""
+        """The type in which the experts want their inputs."""
+        if self._kernels is not None:
+            return torch.float32  # they round x themselves
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
     def _parts(self, where: Where) -> tuple[Part, ...]:
@@ -179,19 +179,51 @@ class WeightStore:
             tensors[part.name] = buffer[offset:end].view(dtype).view(part.shape)
         return tensors
 
+    def _put(self, where: Where, parts: dict[str, Linear | Tensor]) -> None:
+        """Make a page available."""
+        self._pages[where] = parts
+        if where[1] != ATTENTION_PAGE:
+            self._experts[where] = make_expert(
+                where[1] - 1,
+                size=self._spec.expert_size,
+                gate_up=_linear(parts["gate_up"]),
+                down=_linear(parts["down"]),
+            )
+
+    def _keep(self, name: str, tensor: Tensor) -> Linear | Tensor:
+        """The form in which a part stays in memory: a copy, since the buffer is used again."""
+        if _is_matrix(name):
+            return pack(tensor, self._compute, self._kernels)
+        return self._small(name, tensor, copy=True)
+
+    def _view(self, name: str, tensor: Tensor) -> Linear | Tensor:
+        """The form in which a streamed part is used: the matrices in place."""
+        if _is_matrix(name):
+            return in_place(tensor, self._compute, self._kernels)
+        return self._small(name, tensor, copy=False)
+
+    def _small(self, name: str, tensor: Tensor, *, copy: bool) -> Linear | Tensor:
+        """Vectors and the router are held in float32."""
+        values = tensor.to(torch.float32, copy=copy)
+        if name == "router" and self._kernels is not None:
+            return NativeLinear(values, self._kernels, round_x=False)
+        return values
+
     def _load_vocabulary(self) -> Vocabulary:
         parts = {part.name: part for part in self._family.vocabulary_parts(self._spec)}
         loaded = {}
         for name in ("embedding", "final_norm"):
             buffer = _buffer(self._layout([parts[name]])[1])
             loaded[name] = self._read([parts[name]], buffer)[name]
+        embedding: Tensor | NativeLinear = loaded["embedding"]
         if self._spec.tie_embeddings:
-            head = in_place(loaded["embedding"], self._compute)
+            head = in_place(loaded["embedding"], self._compute, self._kernels)
+            embedding = head if isinstance(head, NativeLinear) else loaded["embedding"]
         else:
             buffer = _buffer(self._layout([parts["head"]])[1])
-            head = pack(self._read([parts["head"]], buffer)["head"], self._compute)
+            head = pack(self._read([parts["head"]], buffer)["head"], self._compute, self._kernels)
         return Vocabulary(
-            embedding=loaded["embedding"],
+            embedding=embedding,
             final_norm=loaded["final_norm"].float(),
             head=head,
         )
@@ -204,16 +236,6 @@ def _buffer(num_bytes: int) -> Tensor:
 def _is_matrix(name: str) -> bool:
     """Whether a part is applied by `Linear`; vectors and the small router stay float32 tensors."""
     return name in ("qkv", "output", "gate_up", "down")
-
-
-def _keep(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
-    """The form in which a part stays in memory: a copy, since the buffer is used again."""
-    return pack(tensor, compute) if _is_matrix(name) else tensor.to(torch.float32, copy=True)
-
-
-def _view(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
-    """The form in which a streamed part is used: the matrices in place."""
-    return in_place(tensor, compute) if _is_matrix(name) else tensor.float()
 
 
 def _tensor(part: Linear | Tensor) -> Tensor:
