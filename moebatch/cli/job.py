@@ -178,8 +178,9 @@ class Job:
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
         compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
-        threads = use_threads(self.resources.cpu_threads or host.num_cores())
+        threads = self.resources.cpu_threads or host.num_cores()
         kernels = load_kernels(threads)
+        use_threads(threads, native=kernels is not None)
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
         policy, memory = choose(

@@ -58,6 +58,20 @@ class Gate:
     limit: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What each query row sees of a paged cache: its sequence's first `lengths` [R] tokens.
+
+    `sequences` [R] are lines of `tables` [S, blocks], which hold block numbers; R rows, all int64
+    but the tables, int32. Rows of one sequence side by side share their reads of the cache.
+    """
+
+    sequences: Tensor
+    lengths: Tensor
+    tables: Tensor
+    num_kv_heads: int
+
+
 SILU = Gate()
 
 
@@ -241,6 +255,42 @@ class Kernels:
             shift=gate.shift,
             limit=gate.limit or 0.0,
         )
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, context: Context, *,
+               window: int | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+        """Softmax attention of each row: q [R, H, d] float32 -> [R, H, d].
+
+        `keys` and `values` are the pools of one layer, [blocks * G, 16, d], heads of a block side by
+        side. A row sees the last `window` tokens of its context, or all; `sinks` [H] are scores of
+        their own that take weight and give nothing.
+        """
+        rows, heads, head_dim = q.shape
+        assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == values.dtype
+        assert context.tables.dtype == torch.int32 and context.tables.is_contiguous()
+        groups = context.num_kv_heads
+        q = q.float().contiguous()
+        out = torch.empty_like(q)
+        self._runner.attend(
+            type=self._types[keys.dtype],
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            heads=heads,
+            groups=groups,
+            head_dim=head_dim,
+            q=q.data_ptr(),
+            q_stride=heads * head_dim,
+            out=out.data_ptr(),
+            out_stride=heads * head_dim,
+            rows=rows,
+            sequences=context.sequences.data_ptr(),
+            lengths=context.lengths.data_ptr(),
+            tables=context.tables.data_ptr(),
+            table_stride=context.tables.shape[1],
+            window=window or 0,
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            scale=head_dim**-0.5,
+        )
+        return out
 
     def peak_flops(self, rounds: int, *, round_x: bool) -> float:
         """Run register-only multiply-adds on all threads; the operations done. For benchmarks."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moebatch.model.layers import Rope
+from moebatch.native.kernels import Context
 from moebatch.runtime.kv_cache import KVCache
 
 # Decode rows are attended in groups whose shortest block table is at least this share of the
@@ -64,7 +65,11 @@ class PromptRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Tokens [first, last) of the pass, with all that attention needs to know of them."""
+    """Tokens [first, last) of the pass, with all that attention needs to know of them.
+
+    With `context` the native kernels attend all rows at once; without it, `decode` and `prompts`
+    say what PyTorch does piece by piece.
+    """
 
     first: int
     last: int
@@ -72,6 +77,7 @@ class MicroBatch:
     rope: tuple[Tensor, Tensor]
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptRun, ...]
+    context: Context | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +91,11 @@ class Pass:
 
 
 def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
-               windows: Seq[int | None]) -> Pass:  # fmt: skip
-    """Lay out the segments of each micro-batch; their blocks must already be allocated."""
+               windows: Seq[int | None], native: bool = False) -> Pass:  # fmt: skip
+    """Lay out the segments of each micro-batch; their blocks must already be allocated.
+
+    `native` is for attention by the native kernels.
+    """
     first, ids = 0, []
     micro_batches, last_tokens = [], []
     for segments in groups:
@@ -95,7 +104,8 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
         ends = _ends(ordered, first)
         position = dict(zip(order, ends, strict=True))
         last_tokens.append(tuple(position[k] - 1 for k in range(len(segments))))
-        micro_batches.append(_micro_batch(first, ordered, kv=kv, rope=rope, windows=windows))
+        lay_out = _native_micro_batch if native else _micro_batch
+        micro_batches.append(lay_out(first, ordered, kv=kv, rope=rope, windows=windows))
         ids += [token for segment in ordered for token in segment.token_ids]
         first = micro_batches[-1].last
     return Pass(
@@ -140,6 +150,21 @@ def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
         rope=rope.table(positions),
         decode=groups,
         prompts=tuple(prompts),
+    )
+
+
+def _native_micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
+                        windows: Seq[int | None]) -> MicroBatch:  # fmt: skip
+    del windows  # the kernels take the window itself
+    context = kv.context([(s.blocks, s.start, s.end) for s in segments])
+    return MicroBatch(
+        first=first,
+        last=first + context.lengths.numel(),
+        slots=torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments]),
+        rope=rope.table(context.lengths - 1),
+        decode=(),
+        prompts=(),
+        context=context,
     )
 
 

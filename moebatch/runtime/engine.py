@@ -36,10 +36,12 @@ from moebatch.runtime.weight_store import WeightStore
 Progress = Callable[[int, int], None]
 
 
-def use_threads(count: int) -> int:
-    """Let PyTorch compute with this many threads from now on; returns the count."""
-    torch.set_num_threads(count)
-    return count
+def use_threads(count: int, *, native: bool) -> None:
+    """Let PyTorch compute with this many threads from now on.
+
+    Beside native kernels it gets one: its idle threads spin, and would take their cores away.
+    """
+    torch.set_num_threads(1 if native else count)
 
 
 def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
@@ -105,7 +107,8 @@ class Engine:
             dtype=policy.kv_dtype,
         )
         self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self._kv)
+        self._forward = Forward(spec=spec, store=self._store, kv=self._kv, kernels=kernels)
+        self._native = kernels is not None
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK])
         self._schedules: dict[int, list[Task]] = {}
         self.stats = EngineStats()
@@ -195,6 +198,7 @@ class Engine:
             kv=self._kv,
             rope=self._rope,
             windows=self._spec.layer_windows,
+            native=self._native,
         )
         # A prompt that is not finished in this pass gives no logits, but asking for its last token
         # costs nothing and keeps this independent of what is sampled.

@@ -14,6 +14,7 @@ from moebatch.model.attention import attend_decode, attend_prompt
 from moebatch.model.experts import Expert, add_experts
 from moebatch.model.layers import apply_rope, rms_norm
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.schedule import Op, Task
 from moebatch.runtime.batch import Pass
@@ -25,9 +26,10 @@ from moebatch.runtime.weight_store import WeightStore
 class Forward:
     """Handlers of the ops. `begin` a pass, let the executor run a schedule, then take `logits`."""
 
-    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache) -> None:
+    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
+                 kernels: Kernels | None = None) -> None:  # fmt: skip
         """The weights and the cache that the handlers work on."""
-        self._spec, self._store, self._kv = spec, store, kv
+        self._spec, self._store, self._kv, self._kernels = spec, store, kv, kernels
         self.expert_tokens = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
 
     @property
@@ -86,6 +88,11 @@ class Forward:
         part = self._pass.micro_batches[task.micro_batch]
         window = self._spec.layer_windows[task.layer]
         q, k, v = self._qkv
+        if part.context is not None:
+            assert self._kernels is not None
+            pools = self._kv.pools(task.layer)
+            self._attended = self._kernels.attend(q, *pools, part.context, window=window)
+            return
         self._attended = torch.empty_like(q)
         for group in part.decode:
             rows = slice(group.first, group.last)

@@ -6,9 +6,12 @@ blocks gives [rows, heads, context, head_dim] at once.
 Shapes: T tokens, R rows, C context tokens, G key/value heads, d head_dim, B blocks.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from moebatch.native.kernels import Context
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,9 +74,29 @@ class KVCache:
             rows = values.reshape(-1, head_dim).to(self.dtype)
             pool.view(-1, head_dim).index_copy_(0, flat, rows)
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as they lie: [blocks * G, KV_BLOCK_TOKENS, d] each."""
+        keys, values = self._layers[layer]
+        return keys, values
+
     def rounded(self, values: Tensor) -> Tensor:
         """What comes back of values that are written: attention sees the same either way."""
         return values.to(self.dtype).float()
+
+    def context(self, spans: Sequence[tuple[list[int], int, int]]) -> Context:
+        """What the native kernels take: per sequence its table and the tokens [start, end) that ask.
+
+        One row for each of those tokens, which sees all tokens up to itself.
+        """
+        longest = max(len(table) for table, _, _ in spans)
+        tables = torch.tensor([table + [0] * (longest - len(table)) for table, _, _ in spans])
+        counts = torch.tensor([end - start for _, start, end in spans])
+        return Context(
+            sequences=torch.repeat_interleave(counts),
+            lengths=torch.cat([torch.arange(start + 1, end + 1) for _, start, end in spans]),
+            tables=tables.to(torch.int32),
+            num_kv_heads=self._num_kv_heads,
+        )
 
     def block_rows(self, tables: list[list[int]]) -> Tensor:
         """What `gather` takes for these rows: their blocks head by head, padded to the longest."""

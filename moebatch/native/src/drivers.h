@@ -42,6 +42,26 @@ struct Output {
     int64_t stride = 0;
 };
 
+// Queries against a paged cache. A block holds 16 tokens of each key/value head: [groups][16][d].
+struct Attention {
+    DType type = DType::f32;  // of keys and values
+    const uint8_t* keys = nullptr;
+    const uint8_t* values = nullptr;
+    int64_t heads = 0, groups = 0, head_dim = 0;
+    const float* q = nullptr;  // [rows][heads][head_dim], contiguous but for the row stride
+    int64_t q_stride = 0;
+    float* out = nullptr;  // the same shape
+    int64_t out_stride = 0;
+    int64_t rows = 0;
+    const int64_t* sequences = nullptr;  // of each row: its line in `tables`
+    const int64_t* lengths = nullptr;    // of each row: tokens it sees, itself the last
+    const int32_t* tables = nullptr;     // block numbers
+    int64_t table_stride = 0;
+    int64_t window = 0;            // tokens that are seen at most; 0: all
+    const float* sinks = nullptr;  // [heads] or null
+    float scale = 1.0f;
+};
+
 // Memory that grows and is kept.
 class Buffer {
   public:
@@ -77,6 +97,9 @@ class Runner {
     // The inner type is that of `down`; all experts have one shape.
     void ffn(const std::vector<Expert>& experts, const Routed& routed, const XRows& x,
              const Activation& activation, bool bf16_x, const Output& out);
+
+    // Softmax attention of every row; rows of one sequence with consecutive lengths share reads.
+    void attend(const Attention& attention);
 
   private:
     struct Part;

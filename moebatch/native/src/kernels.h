@@ -62,6 +62,29 @@ struct Gemm {
     void (*store_h)(const float* h, int rows, int64_t first, int count, void* tile);
 };
 
+constexpr int kChunk = 256;  // tokens of context that one softmax covers before results are merged
+constexpr int kChunkBlocks = kChunk / kPanel;
+constexpr int kMaxVectors = 64;  // query vectors that share a chunk
+
+// Some query vectors of one key/value head against one chunk of context, in blocks of 16 tokens.
+struct Chunk {
+    DType type;
+    int head_dim;
+    int blocks;
+    const void* keys[kChunkBlocks];  // [16][head_dim] each
+    const void* values[kChunkBlocks];
+    int vectors;
+    const float* queries;  // [vectors][head_dim], scaled
+    int first[kMaxVectors], last[kMaxVectors];  // tokens of the chunk that a vector sees
+};
+
+// Softmax-weighted values of a chunk: largest score, sum of weights, weighted sum [vectors][head_dim].
+struct Attended {
+    float* largest;
+    float* sum;
+    float* values;
+};
+
 struct Kernels {
     const char* name;
     // By weight type and by whether x may be rounded to bf16; null where there is none.
@@ -74,10 +97,22 @@ struct Kernels {
                     const int64_t* tokens, const float* weights, float* out, int64_t stride);
     // Transpose 16 rows of 32-bit words, row after row `stride` words apart, into [words][16].
     void (*transpose16)(const uint32_t* rows, int64_t stride, int64_t words, uint32_t* out);
+    // `scratch` holds attend_scratch(head_dim) bytes.
+    void (*attend)(const Chunk& chunk, void* scratch, const Attended& out);
+    // Merge a chunk's result into that of the chunks before it, for one vector.
+    void (*merge)(float* largest, float* sum, float* values, float chunk_largest, float chunk_sum,
+                  const float* chunk_values, int head_dim);
     // Register-only loops for benchmarks; return the floating-point operations done.
     double (*peak)(int64_t rounds, bool bf16_x, float* sink);
     float (*read_all)(const float* data, int64_t floats);
 };
+
+inline size_t attend_scratch(int head_dim) {
+    const size_t wide = static_cast<size_t>(round_up(head_dim, kPanel));
+    // Panels of keys, widened values, scores, packed queries and one tile's scores.
+    return sizeof(float) * (2 * kChunk * wide + kMaxVectors * kChunk + kMaxVectors * (wide + 2) +
+                            kMaxRows * 2 * kPanel);
+}
 
 // The variants; null where the compiler could not build one.
 const Kernels* portable_kernels();

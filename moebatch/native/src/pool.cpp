@@ -11,6 +11,7 @@ namespace moebatch {
 namespace {
 
 constexpr int kSpins = 2000;  // some tens of microseconds
+constexpr uint64_t kOpen = 1u << 16, kHelpers = kOpen - 1, kRound = kOpen << 1;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -36,7 +37,6 @@ Pool::~Pool() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_.store(true);
-        round_.fetch_add(1);
     }
     wake_.notify_all();
     for (auto& helper : helpers_) helper.join();
@@ -56,14 +56,15 @@ void Pool::dispatch(int64_t tasks, Call call, const void* context) {
         call_ = call;
         context_ = context;
         next_.store(0, std::memory_order_relaxed);
-        busy_.store(static_cast<int>(helpers_.size()), std::memory_order_relaxed);
-        round_.fetch_add(1, std::memory_order_release);
+        const uint64_t number = state_.load(std::memory_order_relaxed) / kRound;
+        state_.store((number + 1) * kRound | kOpen, std::memory_order_release);
         asleep = sleeping_ > 0;
     }
     if (asleep) wake_.notify_all();
     work(0);
-    // Helpers end within one task of each other; a preempted one may take longer.
-    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; ++spins) {
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    // Who helps ends within one task; a preempted helper may take longer.
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kHelpers) != 0; ++spins) {
         if (spins < kSpins) {
             pause();
         } else {
@@ -80,24 +81,35 @@ void Pool::work(int worker) {
     }
 }
 
-bool Pool::wait_for_round(uint64_t seen) {
-    for (int spins = 0; spins < kSpins; ++spins) {
-        if (round_.load(std::memory_order_acquire) != seen) return !stop_.load();
-        pause();
+bool Pool::waits(uint64_t seen) const {
+    const uint64_t state = state_.load(std::memory_order_acquire);
+    return !stop_.load() && ((state & kOpen) == 0 || state / kRound == seen);
+}
+
+// Takes part in an open round other than the one seen last; its number, or 0 when the pool stops.
+uint64_t Pool::wait_for_round(uint64_t seen) {
+    for (;;) {
+        for (int spins = 0; spins < kSpins && waits(seen); ++spins) pause();
+        if (waits(seen)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            ++sleeping_;
+            wake_.wait(lock, [&] { return !waits(seen); });
+            --sleeping_;
+        }
+        if (stop_.load()) return 0;
+        uint64_t state = state_.load(std::memory_order_acquire);
+        while ((state & kOpen) != 0 && state / kRound != seen) {
+            if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel))
+                return state / kRound;
+        }
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    ++sleeping_;
-    wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
-    --sleeping_;
-    return !stop_.load();
 }
 
 void Pool::help(int worker) {
     uint64_t seen = 0;
-    while (wait_for_round(seen)) {
-        ++seen;
+    while ((seen = wait_for_round(seen)) != 0) {
         work(worker);
-        busy_.fetch_sub(1, std::memory_order_release);
+        state_.fetch_sub(1, std::memory_order_acq_rel);
     }
 }
 

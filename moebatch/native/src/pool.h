@@ -2,7 +2,8 @@
 //
 // The caller takes part as worker 0. Tasks are taken one by one from a counter, so that uneven tasks
 // keep all workers busy. A worker that finds no work spins for some tens of microseconds (the next
-// kernel usually comes sooner) and then sleeps until it is called.
+// kernel usually comes sooner) and then sleeps until it is called. The caller never waits for a
+// worker that has not woken up in time: it does the work itself.
 #pragma once
 
 #include <atomic>
@@ -37,7 +38,8 @@ class Pool {
     void dispatch(int64_t tasks, Call call, const void* context);
     void help(int worker);
     void work(int worker);
-    bool wait_for_round(uint64_t seen);
+    uint64_t wait_for_round(uint64_t seen);
+    bool waits(uint64_t seen) const;
 
     std::vector<std::thread> helpers_;
     std::mutex callers_;  // one run at a time
@@ -45,9 +47,9 @@ class Pool {
     std::condition_variable wake_;
     int owner_;           // process id: after a fork there are no helpers
     int sleeping_ = 0;    // guarded by mutex_
-    std::atomic<uint64_t> round_{0};
+    // The round's number, whether it takes helpers, and how many it has.
+    std::atomic<uint64_t> state_{0};
     std::atomic<bool> stop_{false};
-    std::atomic<int> busy_{0};
     std::atomic<int64_t> next_{0};
     int64_t tasks_ = 0;
     Call call_ = nullptr;

@@ -160,7 +160,7 @@ inline float vlargest(vf v) {
 // e^x to about two units in the last place; below -87 and above 88 it stays at the bound's value.
 // Cody and Waite's reduction by ln 2 in two parts, then a polynomial for |r| <= ln(2)/2.
 inline vf vexp(vf x) {
-    x = vmin(vmax(x, vset(-87.0f)), vset(88.0f));
+    x = vmin(vset(88.0f), vmax(vset(-87.0f), x));  // in this order not-a-number stays
     const vf n = vround(x * vset(1.44269504088896341f));
     vf r = vfma(n, vset(-0.693359375f), x);
     r = vfma(n, vset(2.12194440e-4f), r);

@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C: Intel since Haswell (2013), AMD since Zen.
 #define MB_SIMD 256
-#include "gemm_impl.h"
+#include "attention_impl.h"
 
 namespace moebatch {
 namespace {
@@ -21,7 +21,8 @@ double peak(int64_t rounds, bool bf16_x, float* sink) {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-    static const Kernels kernels = {"avx2", gemm_for, activate, scatter, transpose16, peak, read_all};
+    static const Kernels kernels = {"avx2", gemm_for, activate, scatter, transpose16,
+                                    attend, merge, peak, read_all};
     return &kernels;
 }
 

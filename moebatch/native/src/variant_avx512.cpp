@@ -1,6 +1,6 @@
 // AVX-512 F, BW, VL, DQ: Intel since Skylake-X, AMD since Zen 4.
 #define MB_SIMD 512
-#include "gemm_impl.h"
+#include "attention_impl.h"
 
 namespace moebatch {
 namespace {
@@ -21,7 +21,8 @@ double peak(int64_t rounds, bool bf16_x, float* sink) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-    static const Kernels kernels = {"avx512", gemm_for, activate, scatter, transpose16, peak, read_all};
+    static const Kernels kernels = {"avx512", gemm_for, activate, scatter, transpose16,
+                                    attend, merge, peak, read_all};
     return &kernels;
 }
 

@@ -1,7 +1,7 @@
 // Plain C++ with vectors of four floats; any processor. NEON processors get their own fused
 // multiply-adds only where the compiler makes them of `a * b + c` (untested there).
 #define MB_SIMD 128
-#include "gemm_impl.h"
+#include "attention_impl.h"
 
 namespace moebatch {
 namespace {
@@ -22,7 +22,8 @@ double peak(int64_t rounds, bool bf16_x, float* sink) {
 }  // namespace
 
 const Kernels* portable_kernels() {
-    static const Kernels kernels = {"portable", gemm_for, activate, scatter, transpose16, peak, read_all};
+    static const Kernels kernels = {"portable", gemm_for, activate, scatter, transpose16,
+                                    attend, merge, peak, read_all};
     return &kernels;
 }
 
