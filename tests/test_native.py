@@ -274,6 +274,75 @@ def test_not_a_number_and_infinity_come_through(variant) -> None:
         assert out[2].isnan().any() and out[[0, 1, 3, 4]].isfinite().all()
 
 
+def to_int8(values):
+    """Whole numbers and scales of each row, as float64; what the kernels are to do."""
+    values = values.float()
+    largest = values.abs().amax(dim=1, keepdim=True)
+    most = torch.full_like(
+        largest, 127.0
+    )  # a number over a tensor would be its reciprocal's multiple
+    factor = torch.where(largest > 0, most / largest, torch.zeros_like(largest))
+    return (values * factor).round().double(), (largest / 127.0).double()
+
+
+@every_variant
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 300),
+    tokens=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    round_x=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_int8_matmul_equals_float64(
+    variant, *, outputs, inputs, tokens, dtype, round_x, seed
+) -> None:
+    """Nothing is lost but by rounding to 8 bits; a row of zeros has no scale."""
+    kernels = kernels_of(variant)
+    weight = randn(outputs, inputs, seed=seed, dtype=dtype)
+    weight[outputs // 2] = 0
+    x = randn(tokens, inputs, seed=seed + 1)
+    x[tokens // 2] = 0
+    seen = x.double()
+    if round_x and kernels.rounds_x_to_int8:
+        numbers, scales = to_int8(x)
+        seen = numbers * scales
+    numbers, scales = to_int8(weight)
+    actual = kernels.matmul(x, kernels.pack_int8(weight), round_x=round_x)
+    assert_close(actual, seen, numbers * scales)
+
+
+@every_variant
+@pytest.mark.parametrize("round_x", [False, True])
+def test_int8_ffn_equals_float64_and_does_not_depend_on_company(variant, round_x) -> None:
+    plain, _ = random_experts(kernels_of(variant), 5, 130, 75, dtype=torch.bfloat16, seed=1)
+    starts, tokens, weights = routed([9, 0, 31, 1, 20], 33, seed=2)
+    x = randn(33, 130, seed=3)
+    rounded = [tuple((to_int8(m)[0] * to_int8(m)[1]) for m in one) for one in plain]
+    expected = ffn_float64(x, rounded, starts, tokens, weights)
+    together = None
+    for threads in (1, 2, 3):
+        kernels = kernels_of(variant, threads)
+        packed = [kernels.ffn_weights(*(kernels.pack_int8(m) for m in one)) for one in plain]
+        out = torch.zeros(33, 130)
+        kernels.add_ffn(
+            out, x, packed, starts=starts, tokens=tokens, weights=weights, round_x=round_x
+        )
+        tolerance = 3e-2 if round_x and kernels.rounds_x_to_int8 else 5e-6
+        assert (out - expected).abs().max() <= tolerance * expected.abs().max()
+        together = out if together is None else together
+        assert torch.equal(together, out)
+        for t in (0, 7, 32):
+            rows = [k for k in range(starts[-1]) if tokens[k] == t]
+            begins = [sum(k < edge for k in rows) for edge in starts]
+            alone = torch.zeros(1, 130)
+            kernels.add_ffn(alone, x[t : t + 1], packed, starts=begins, round_x=round_x,
+                            tokens=torch.zeros(len(rows), dtype=torch.int64),
+                            weights=weights[rows])  # fmt: skip
+            assert torch.equal(together[t : t + 1], alone)
+
+
 def test_calls_from_several_threads_wait_for_each_other() -> None:
     kernels = kernels_of(variants()[0])
     packed = [kernels.pack(randn(200, 300, seed=s, dtype=torch.bfloat16)) for s in range(4)]

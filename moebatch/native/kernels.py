@@ -118,6 +118,7 @@ class Kernels:
             torch.float32: kinds.f32,
             torch.bfloat16: kinds.bf16,
             torch.float16: kinds.f16,
+            torch.int8: kinds.i8,
         }
 
     panel_outputs = _PANEL
@@ -127,6 +128,11 @@ class Kernels:
         """Name of the SIMD variant."""
         name: str = self._runner.variant
         return name
+
+    @property
+    def rounds_x_to_int8(self) -> bool:
+        """Whether `round_x` with an int8 weight rounds x to 8 bits too."""
+        return self.variant == "avx512bf16"
 
     @property
     def threads(self) -> int:
@@ -143,6 +149,23 @@ class Kernels:
         """Copy a weight [O, I] of any float type into panels; runs on the caller's thread alone."""
         size = self.packed_bytes(weight.dtype, *weight.shape)
         return self._pack(weight, _huge_buffer(size, self._module))
+
+    def pack_int8(self, weight: Tensor) -> Packed:
+        """Round a finite weight [O, I] to 8 bits, each output on its own scale; a copy.
+
+        With `round_x` and where the processor has VNNI, each row of x is rounded to 8 bits as well;
+        elsewhere the whole numbers are widened, and x stays as it is.
+        """
+        outputs, inputs = weight.shape
+        buffer = _huge_buffer(self.packed_bytes(torch.int8, outputs, inputs), self._module)
+        weight = weight.float().contiguous()
+        self._runner.pack_i8(
+            weights=weight.data_ptr(), outputs=outputs, inputs=inputs, packed=buffer.data_ptr()
+        )
+        matrix = self._module.Matrix(buffer.data_ptr(), self._types[torch.int8], outputs, inputs)
+        return Packed(
+            buffer=buffer, matrix=matrix, dtype=torch.int8, outputs=outputs, inputs=inputs
+        )
 
     def pack_in_place(self, weight: Tensor) -> Packed:
         """The same in the weight's own memory where its shape allows it, which then has no rows."""

@@ -36,7 +36,13 @@ void add_tiles(std::vector<Tile>& tiles, int64_t first, int64_t last, int max_ro
 
 int64_t x_row_bytes(const Gemm& gemm, int64_t inputs) {
     const int64_t item = gemm.x_kind == XKind::f32 ? 4 : gemm.x_kind == XKind::bf16 ? 2 : 1;
-    return round_up(inputs, gemm.k_step) * item;
+    const int64_t scale = gemm.x_kind == XKind::i8 ? 4 : 0;
+    return round_up(inputs, gemm.k_step) * item + scale;
+}
+
+// Bytes of a panel that go with one step of the inputs.
+int64_t bytes_per_step(const Matrix& w, const Gemm& gemm) {
+    return w.panel_bytes() / (round_up(w.inputs, gemm.k_step) / gemm.k_step) / 32 * 32;
 }
 
 // A range of panels: large ones first, small ones at the end, so that all workers end together.
@@ -106,7 +112,7 @@ void Runner::matmul(const Matrix& w, const XRows& x, int64_t rows, const float* 
     std::lock_guard<std::mutex> lock(calls_);
     const Gemm& gemm = *kernels_.gemm(w.type, bf16_x);
     const int64_t row_bytes = x_row_bytes(gemm, w.inputs), panels = w.panels();
-    const int64_t step_bytes = w.panel_bytes() / (round_up(w.inputs, gemm.k_step) / gemm.k_step);
+    const int64_t step_bytes = bytes_per_step(w, gemm);
     std::vector<Tile> tiles;
     for (int64_t start = 0; start < rows; start += kMaxPackedRows) {
         const int64_t end = std::min(rows, start + kMaxPackedRows);
@@ -194,8 +200,7 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
     const int max_rows = std::min(up.max_rows, down.max_rows);
     const int64_t x_bytes = x_row_bytes(up, any.gate.inputs), h_bytes = x_row_bytes(down, inner);
     const int64_t h_padded = round_up(inner, down.k_step);
-    const int64_t up_step = any.gate.panel_bytes() / (round_up(any.gate.inputs, up.k_step) / up.k_step);
-    const int64_t down_step = any.down.panel_bytes() / (h_padded / down.k_step);
+    const int64_t up_step = bytes_per_step(any.gate, up), down_step = bytes_per_step(any.down, down);
 
     std::vector<Part> parts = given;
     std::vector<Tile> tiles;
@@ -208,6 +213,10 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
     }
     uint8_t* xs = x_.get(static_cast<size_t>(rows * x_bytes));
     uint8_t* hs = h_.get(static_cast<size_t>(rows * h_bytes));
+    // Rows of h that must be whole before they can be packed wait here as floats.
+    float* whole = down.store_h != nullptr
+        ? nullptr
+        : reinterpret_cast<float*>(whole_.get(sizeof(float) * static_cast<size_t>(rows * inner)));
 
     XRows gathered = x;
     gathered.index = routed.tokens;
@@ -243,16 +252,30 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
             const int64_t num_tiles = static_cast<int64_t>(task.part->last_tile - first_tile);
             const float* gate_bias = expert.gate_bias ? expert.gate_bias + feature : nullptr;
             const float* up_bias = expert.up_bias ? expert.up_bias + feature : nullptr;
-            const int count = static_cast<int>(std::min<int64_t>(kPanel, h_padded - feature));
+            const int64_t end = whole != nullptr ? inner : h_padded;
+            const int count = static_cast<int>(std::min<int64_t>(kPanel, end - feature));
             for (int64_t t = 0; t < num_tiles; ++t) {
                 const Tile& tile = tiles[first_tile + static_cast<size_t>(t)];
                 up.multiply(xs + tile.offset * x_bytes, tile.rows, two.at, 2, any.gate.inputs,
                             two.ahead(t, num_tiles, up_step), y);
                 kernels_.activate(activation, y, tile.rows, gate_bias, up_bias, h);
-                down.store_h(h, tile.rows, feature, count, hs + tile.offset * h_bytes);
+                if (whole == nullptr) {
+                    down.store_h(h, tile.rows, feature, count, hs + tile.offset * h_bytes);
+                    continue;
+                }
+                for (int m = 0; m < tile.rows; ++m)
+                    std::memcpy(whole + (tile.offset + m) * inner + feature, h + m * kPanel,
+                                sizeof(float) * static_cast<size_t>(count));
             }
         }
     });
+    if (whole != nullptr) {
+        const XRows rows_of_h = {whole, DType::f32, inner, nullptr};
+        pool_.run(static_cast<int64_t>(tiles.size()), [&](int64_t t, int) {
+            const Tile& tile = tiles[static_cast<size_t>(t)];
+            down.pack_x(rows_of_h, tile.offset, tile.rows, inner, hs + tile.offset * h_bytes);
+        });
+    }
 
     // A task owns its columns of the output, so that experts are added in ascending order.
     const int64_t outer_panels = any.down.panels();

@@ -81,6 +81,10 @@ int64_t packed_bytes(DType type, int64_t outputs, int64_t inputs);
 void pack(const Kernels& kernels, const void* weights, DType type, int64_t outputs, int64_t inputs,
           int64_t stride, void* packed);
 
+// Pack dense float weights as whole numbers of 8 bits, each output on its own scale: 127 stands for
+// its largest weight. The weights must be finite.
+void pack_i8(const float* weights, int64_t outputs, int64_t inputs, void* packed);
+
 // Runs kernels of one variant on a pool. One call at a time; further callers wait.
 class Runner {
   public:
@@ -110,7 +114,7 @@ class Runner {
     const Kernels& kernels_;
     Pool pool_;
     std::mutex calls_;
-    Buffer x_, h_;
+    Buffer x_, h_, whole_;
 };
 
 // The best variant for this processor, or the one of that name; null where there is none.

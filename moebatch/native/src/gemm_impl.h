@@ -31,6 +31,15 @@ struct F32Weights {
     }
 };
 
+// Four whole numbers of each output side by side; their common scale comes last of all.
+struct I8Weights {
+    static constexpr int kStep = 4;
+    static constexpr int64_t kStepBytes = 64;
+    static vf load(const uint8_t* at, int part, int v) {
+        return byte_of_words(at + v * kLanes * 4, 24 - 8 * part);
+    }
+};
+
 // Each output is one chain of fused multiply-adds in the order of the inputs.
 template <class W, int M, int P>
 void fma_tile(const float* x, const uint8_t* const* panels, int64_t inputs, const Ahead& ahead,
@@ -109,6 +118,19 @@ void multiply_fma(const void* x, int rows, const uint8_t* const* panels, int num
                 std::memcpy(out + (m * 2 + p) * kPanel, one + m * kPanel, sizeof(float) * kPanel);
         }
     }
+}
+
+void multiply_i8(const void* x, int rows, const uint8_t* const* panels, int num_panels,
+                 int64_t inputs, const Ahead& ahead, float* out) {
+    const uint8_t* numbers[2] = {panels[0] + kI8Header,
+                                 num_panels > 1 ? panels[1] + kI8Header : nullptr};
+    multiply_fma<I8Weights>(x, rows, numbers, num_panels, inputs, ahead, out);
+    for (int m = 0; m < rows; ++m)
+        for (int p = 0; p < num_panels; ++p) {
+            const float* scales = reinterpret_cast<const float*>(panels[p]);
+            float* y = out + (m * num_panels + p) * kPanel;
+            for (int n = 0; n < kPanel; n += kLanes) vstore(y + n, vload(y + n) * vload(scales + n));
+        }
 }
 
 inline int64_t row_of(const XRows& x, int64_t m) { return x.index ? x.index[m] : m; }
@@ -301,6 +323,7 @@ void transpose16(const uint32_t* rows, int64_t stride, int64_t words, uint32_t* 
 constexpr Gemm kFmaF32 = {XKind::f32, 1, kFmaRows, pack_x_f32<1>, multiply_fma<F32Weights>, store_h_f32<1>};
 constexpr Gemm kFmaF16 = {XKind::f32, 1, kFmaRows, pack_x_f32<1>, multiply_fma<F16Weights>, store_h_f32<1>};
 constexpr Gemm kFmaBf16 = {XKind::f32, 2, kFmaRows, pack_x_f32<2>, multiply_fma<Bf16Weights>, store_h_f32<2>};
+constexpr Gemm kFmaI8 = {XKind::f32, 4, kFmaRows, pack_x_f32<4>, multiply_i8, store_h_f32<4>};
 constexpr Gemm kRoundedBf16 = {XKind::f32, 2, kFmaRows, pack_x_rounded, multiply_fma<Bf16Weights>, store_h_rounded};
 
 }  // namespace

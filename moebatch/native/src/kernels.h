@@ -6,8 +6,8 @@
 // Packed weights, panel after panel, K padded to `k_step` with zeros:
 //   bf16        [K/2][16][2]  two inputs of an output side by side, as dot-product instructions want
 //   fp16, fp32  [K][16]
-//   int8        [K/4][16][4]
-// Packed x, one tile of m rows after another: [K/k_step][m][k_step].
+//   int8        16 scales, 16 sums of the whole numbers, then [K/4][16][4]
+// Packed x, one tile of m rows after another: [K/k_step][m][k_step]; in 8 bits after m scales.
 //
 // A result is one chain of additions in the order of the inputs, whatever M, tile or thread: it is
 // bit for bit the same in any batch.
@@ -21,9 +21,12 @@ namespace moebatch {
 constexpr int kPanel = 16;
 constexpr int kMaxRows = 16;
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, i4 = 4 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 
-// How x enters the products. f32: as it is, widened weights. bf16: rounded first.
+constexpr int64_t kI8Header = 2 * 4 * kPanel;  // bytes before an int8 panel's numbers
+
+// How x enters the products. f32: as it is, widened weights. bf16: rounded first. i8: each row is
+// rounded to 8 bits on a scale of its own.
 enum class XKind : int { f32 = 0, bf16 = 1, i8 = 2 };
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -58,6 +61,7 @@ struct Gemm {
     // out [rows][panels * 16] = tile of x times one or two panels of weights.
     void (*multiply)(const void* x, int rows, const uint8_t* const* panels, int num_panels,
                      int64_t inputs, const Ahead& ahead, float* out);
+    // Null where a row must be whole before it can be packed (8 bits: its scale).
     // Store features [first, first + count) of h [rows][16] into a packed tile of `rows` rows.
     void (*store_h)(const float* h, int rows, int64_t first, int count, void* tile);
 };

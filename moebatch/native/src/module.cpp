@@ -48,7 +48,8 @@ NB_MODULE(_kernels, m) {
     nb::enum_<DType>(m, "DType")
         .value("f32", DType::f32)
         .value("bf16", DType::bf16)
-        .value("f16", DType::f16);
+        .value("f16", DType::f16)
+        .value("i8", DType::i8);
 
     nb::class_<Matrix>(m, "Matrix")
         .def("__init__",
@@ -132,6 +133,12 @@ NB_MODULE(_kernels, m) {
                       at<void>(packed));
              },
              "weights"_a, "type"_a, "outputs"_a, "inputs"_a, "stride"_a, "packed"_a)
+        .def("pack_i8",
+             [](Runner&, uintptr_t weights, int64_t outputs, int64_t inputs, uintptr_t packed) {
+                 nb::gil_scoped_release free;
+                 pack_i8(at<const float>(weights), outputs, inputs, at<void>(packed));
+             },
+             "weights"_a, "outputs"_a, "inputs"_a, "packed"_a)
         .def("peak_flops",
              [](Runner& r, int64_t rounds, bool bf16_x) {
                  nb::gil_scoped_release free;

@@ -1,4 +1,6 @@
 // Weights from the checkpoint's rows into panels.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 
@@ -8,9 +10,9 @@ namespace moebatch {
 
 namespace {
 
-int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
+int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
-int64_t step_of(DType type) { return type == DType::bf16 ? 2 : 1; }
+int64_t step_of(DType type) { return type == DType::bf16 ? 2 : type == DType::i8 ? 4 : 1; }
 
 // fp16 pairs [inputs/2][16][2] -> [inputs][16], in place.
 void split_pairs(uint16_t* panel, int64_t pairs) {
@@ -28,7 +30,30 @@ void split_pairs(uint16_t* panel, int64_t pairs) {
 }  // namespace
 
 int64_t Matrix::panel_bytes() const {
-    return round_up(inputs, step_of(type)) * kPanel * bytes_of(type);
+    return round_up(inputs, step_of(type)) * kPanel * bytes_of(type) +
+           (type == DType::i8 ? kI8Header : 0);
+}
+
+void pack_i8(const float* weights, int64_t outputs, int64_t inputs, void* packed) {
+    const Matrix shape = {nullptr, DType::i8, outputs, inputs};
+    std::memset(packed, 0, static_cast<size_t>(shape.panels() * shape.panel_bytes()));
+    for (int64_t n = 0; n < outputs; ++n) {
+        uint8_t* panel = static_cast<uint8_t*>(packed) + n / kPanel * shape.panel_bytes();
+        const int64_t lane = n % kPanel;
+        const float* row = weights + n * inputs;
+        float largest = 0.0f;
+        for (int64_t k = 0; k < inputs; ++k) largest = std::max(largest, std::fabs(row[k]));
+        const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+        int32_t sum = 0;
+        int8_t* to = reinterpret_cast<int8_t*>(panel + kI8Header) + lane * 4;
+        for (int64_t k = 0; k < inputs; ++k) {
+            const int whole = static_cast<int>(std::rint(row[k] * factor));
+            to[k / 4 * 64 + k % 4] = static_cast<int8_t>(whole);
+            sum += whole;
+        }
+        reinterpret_cast<float*>(panel)[lane] = largest / 127.0f;
+        reinterpret_cast<int32_t*>(panel)[kPanel + lane] = sum;
+    }
 }
 
 int64_t packed_bytes(DType type, int64_t outputs, int64_t inputs) {

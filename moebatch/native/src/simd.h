@@ -48,6 +48,11 @@ inline vf load_bf16(const uint16_t* p) {
 inline vf load_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+// The signed byte of each word that `left` bits to the left bring to the top.
+inline vf byte_of_words(const void* p, int left) {
+    const __m512i up = _mm512_sll_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(left));
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+}
 inline float vsum(vf v) { return _mm512_reduce_add_ps(v); }
 inline float vlargest(vf v) { return _mm512_reduce_max_ps(v); }
 
@@ -80,6 +85,11 @@ inline vf load_bf16(const uint16_t* p) {
 }
 inline vf load_f16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline vf byte_of_words(const void* p, int left) {
+    const __m256i up = _mm256_sll_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)),
+                                        _mm_cvtsi32_si128(left));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
 }
 inline float vsum(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -123,6 +133,9 @@ inline vi32 load_words(const void* p) {
 inline vf even_bf16(const void* p) { return reinterpret_cast<vf>(load_words(p) << 16); }
 inline vf odd_bf16(const void* p) {
     return reinterpret_cast<vf>(load_words(p) & static_cast<int32_t>(0xffff0000u));
+}
+inline vf byte_of_words(const void* p, int left) {
+    return __builtin_convertvector((load_words(p) << left) >> 24, vf);
 }
 inline float widen_bf16(uint16_t bits) {
     const uint32_t word = static_cast<uint32_t>(bits) << 16;

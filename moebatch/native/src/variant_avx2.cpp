@@ -10,6 +10,7 @@ const Gemm* gemm_for(DType weight, bool bf16_x) {
         case DType::f32: return &kFmaF32;
         case DType::f16: return &kFmaF16;
         case DType::bf16: return bf16_x ? &kRoundedBf16 : &kFmaBf16;
+        case DType::i8: return &kFmaI8;
         default: return nullptr;
     }
 }
