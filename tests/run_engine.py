@@ -44,6 +44,7 @@ def open_engine(
     *,
     compute: Any = "float32",
     native: bool = True,
+    quantization: Any = "none",
     **changes: Any,
 ) -> Iterator[Engine]:
     """A loaded engine under a policy, with some of its fields changed; with native kernels if asked
@@ -62,6 +63,7 @@ def open_engine(
             max_model_len=model.spec.max_model_len,
             compute=compute,
             kernels=load_kernels(2) if native else None,
+            quantization=quantization,
         ) as engine,
     ):
         engine.load(threads=2)

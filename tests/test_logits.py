@@ -23,8 +23,11 @@ def prompts_of(seed: int, lengths: list[int], vocab_size: int = 97) -> list[list
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def assert_logits_equal(model, path: Path, prompts, *, chunk: int, **changes) -> None:
-    ours = logits_everywhere(path, prompts, replace(POLICY, **changes), chunk=chunk)
+def assert_logits_equal(
+    model, path: Path, prompts, *, chunk: int, native: bool = True, **changes
+) -> None:
+    policy = replace(POLICY, **changes)
+    ours = logits_everywhere(path, prompts, policy, chunk=chunk, native=native)
     for prompt, mine in zip(prompts, ours, strict=True):
         with torch.no_grad():
             reference = model(torch.tensor([prompt])).logits[0]
@@ -33,11 +36,14 @@ def assert_logits_equal(model, path: Path, prompts, *, chunk: int, **changes) ->
 
 @pytest.mark.parametrize("kind", list(models.CONFIGS))
 @pytest.mark.parametrize("weights_resident", [0.0, 0.45, 1.0])
-def test_logits_equal_at_every_position(kind, weights_resident, tiny_models) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_logits_equal_at_every_position(kind, weights_resident, native, tiny_models) -> None:
     model, path = tiny_models(kind)
     prompts = prompts_of(1, [1, 2, 33, 7, 16, 17])
     for chunk in (64, 5):
-        assert_logits_equal(model, path, prompts, chunk=chunk, weights_resident=weights_resident)
+        assert_logits_equal(
+            model, path, prompts, chunk=chunk, native=native, weights_resident=weights_resident
+        )
 
 
 @pytest.mark.parametrize("kind", list(models.CONFIGS))

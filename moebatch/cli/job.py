@@ -175,12 +175,18 @@ class Job:
         """Plan from the first rows, load, and run."""
         from moebatch.native.kernels import load_kernels
         from moebatch.runtime import host
-        from moebatch.runtime.engine import Engine, compute_type, use_threads
+        from moebatch.runtime.engine import (
+            Engine,
+            compute_type,
+            quantization_type,
+            use_threads,
+        )
 
         compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
         threads = self.resources.cpu_threads or host.num_cores()
         kernels = load_kernels(threads)
         use_threads(threads, native=kernels is not None)
+        quantization = quantization_type(self.resources.quantization, kernels)
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = _workload(head)
         policy, memory = choose(
@@ -203,6 +209,7 @@ class Job:
             max_model_len=self.max_model_len,
             compute=compute,
             kernels=kernels,
+            quantization=quantization,
         ) as engine:
             engine.load(threads=min(threads, LOADERS), progress=view.loading)
             for outcome in engine.run(
@@ -236,6 +243,7 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
+            quantization=self.resources.quantization,
             machine={**host.describe(), "kernels": done.kernels},
             policy=done.policy,
             policy_source="planned" if self.resources.overrides == Overrides() else "overridden",

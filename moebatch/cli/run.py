@@ -75,6 +75,7 @@ def run(
     micro_batch_size: opt.MicroBatchSize = None,
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    quantization: opt.Quantization = "none",
     report: opt.ReportFile = None,
     progress: opt.Progress = "auto",
     json_report: opt.JsonReport = False,
@@ -90,6 +91,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
+        quantization=quantization,
     )  # fmt: skip
     view = make_view(progress, quiet=quiet)
     flags = {
@@ -124,7 +126,7 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident),
+                            weights_resident=weights_resident, quantization=quantization),
     )  # fmt: skip
     raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet))
 
@@ -173,6 +175,7 @@ CHOICES = {
     "on_too_long": ("error", "truncate", "skip"),
     "truncation_side": ("left", "right", "middle"),
     "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": ("none", "int8"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 
@@ -204,7 +207,7 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str) -> "ResourceOptions":  # fmt: skip
+              kv_cache_dtype: str, quantization: str) -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
 
     Raises: UsageError for numbers out of range.
@@ -220,6 +223,7 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
         memory_bytes=None if memory == "auto" else parse_bytes(memory),
         cpu_threads=cpu_threads,
         dtype=dtype,
+        quantization=quantization,
         overrides=Overrides(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,

@@ -15,7 +15,7 @@ from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
-from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.model.linear import ComputeType, Quantization, has_bf16
 from moebatch.native.kernels import Kernels
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
@@ -59,6 +59,21 @@ def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
     return "bfloat16" if native and dtype != "float32" else "float32"
 
 
+def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
+    """What --quantization means on this machine.
+
+    Raises: UsageError where there are no kernels for it.
+    """
+    if asked == "none":
+        return "none"
+    if kernels is None:
+        raise UsageError(
+            f"--quantization {asked} needs the native kernels, which are not there",
+            hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
+        )
+    return "int8"
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counts and seconds of a run so far. A pass that prefills and decodes is split by its tokens."""
@@ -80,7 +95,8 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
-                 kernels: Kernels | None = None) -> None:  # fmt: skip
+                 kernels: Kernels | None = None,
+                 quantization: Quantization = "none") -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
         Without native kernels PyTorch computes everything.
@@ -98,6 +114,7 @@ class Engine:
             page_slots=self._page_slots,
             compute=compute,
             kernels=kernels,
+            quantization=quantization,
         )
         self._kv = KVCache(
             num_layers=spec.num_layers,

@@ -19,7 +19,15 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert, make_expert
 from moebatch.model.families import Family
 from moebatch.model.families.base import Part
-from moebatch.model.linear import ComputeType, Linear, NativeLinear, in_place, pack
+from moebatch.model.linear import (
+    ComputeType,
+    Linear,
+    NativeLinear,
+    Quantization,
+    in_place,
+    pack,
+    quantize,
+)
 from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
@@ -62,8 +70,14 @@ class WeightStore:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
                  table: PageTable, page_slots: int, compute: ComputeType,
-                 kernels: Kernels | None = None) -> None:  # fmt: skip
-        """Allocate the page buffer; nothing is read yet. Without kernels PyTorch computes."""
+                 kernels: Kernels | None = None,
+                 quantization: Quantization = "none") -> None:  # fmt: skip
+        """Allocate the page buffer; nothing is read yet. Without kernels PyTorch computes.
+
+        Quantisation needs kernels; it takes the matrices of the pages, not the vocabulary's.
+        """
+        assert quantization == "none" or kernels is not None
+        self._quantization = quantization
         self._checkpoint, self._spec, self._family = checkpoint, spec, family
         self._table, self._compute, self._kernels = table, compute, kernels
         self._experts: dict[Where, Expert] = {}
@@ -192,12 +206,16 @@ class WeightStore:
 
     def _keep(self, name: str, tensor: Tensor) -> Linear | Tensor:
         """The form in which a part stays in memory: a copy, since the buffer is used again."""
+        if _is_matrix(name) and self._quantization == "int8" and self._kernels is not None:
+            return quantize(tensor, self._compute, self._kernels)
         if _is_matrix(name):
             return pack(tensor, self._compute, self._kernels)
         return self._small(name, tensor, copy=True)
 
     def _view(self, name: str, tensor: Tensor) -> Linear | Tensor:
-        """The form in which a streamed part is used: the matrices in place."""
+        """The form in which a streamed part is used: the matrices in place, or quantised anew."""
+        if _is_matrix(name) and self._quantization != "none":
+            return self._keep(name, tensor)
         if _is_matrix(name):
             return in_place(tensor, self._compute, self._kernels)
         return self._small(name, tensor, copy=False)
