@@ -13,18 +13,30 @@ namespace {
 // 16 numbers of a cached row and upwards, widened.
 struct Bf16Values {
     static constexpr int64_t kBytes = 2;
+    static constexpr bool kPairs = false;
     static vf load(const uint8_t* at, int v) {
         return load_bf16(reinterpret_cast<const uint16_t*>(at) + v * kLanes);
     }
 };
+// The even columns of two vectors' width, then the odd ones: half the work of widening in order.
+struct Bf16PairValues {
+    static constexpr int64_t kBytes = 2;
+    static constexpr bool kPairs = true;
+    static vf load(const uint8_t* at, int v) {
+        at += v / 2 * kLanes * 4;
+        return v % 2 == 0 ? even_bf16(at) : odd_bf16(at);
+    }
+};
 struct F16Values {
     static constexpr int64_t kBytes = 2;
+    static constexpr bool kPairs = false;
     static vf load(const uint8_t* at, int v) {
         return load_f16(reinterpret_cast<const uint16_t*>(at) + v * kLanes);
     }
 };
 struct F32Values {
     static constexpr int64_t kBytes = 4;
+    static constexpr bool kPairs = false;
     static vf load(const uint8_t* at, int v) {
         return vload(reinterpret_cast<const float*>(at) + v * kLanes);
     }
@@ -56,9 +68,15 @@ void value_tile(const float* weights, const void* const* blocks, int num_blocks,
             }
         }
     }
-    MB_UNROLL for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
+        float* to = out + m * stride + column;
+        float in_order[C * kLanes];
         MB_UNROLL for (int c = 0; c < C; ++c)
-            vstore(out + m * stride + column + c * kLanes, sum[m][c]);
+            vstore(V::kPairs ? in_order + c * kLanes : to + c * kLanes, sum[m][c]);
+        for (int k = 0; V::kPairs && k < C * kLanes; ++k)  // column k of its pair of vectors
+            to[k] = in_order[k / (2 * kLanes) * 2 * kLanes + k % 2 * kLanes +
+                             k % (2 * kLanes) / 2];
+    }
 }
 
 template <class V, int C, int M>
@@ -73,7 +91,7 @@ struct ValueRows {
     }
 };
 
-template <class V>
+template <class Wide, class V>
 void sum_values(const float* weights, int vectors, const void* const* blocks, int num_blocks,
                 int64_t row_bytes, int columns, float* out, int64_t stride) {
     for (int m = 0; m < vectors; m += kValueRows) {
@@ -81,7 +99,7 @@ void sum_values(const float* weights, int vectors, const void* const* blocks, in
         const float* w = weights + m * kChunk;
         int64_t column = 0;
         for (; column + kValueVecs * kLanes <= columns; column += kValueVecs * kLanes)
-            ValueRows<V, kValueVecs, kValueRows>::run(rows, w, blocks, num_blocks, row_bytes,
+            ValueRows<Wide, kValueVecs, kValueRows>::run(rows, w, blocks, num_blocks, row_bytes,
                                                       column, out + m * stride, stride);
         for (; column + kLanes <= columns; column += kLanes)
             ValueRows<V, 1, kValueRows>::run(rows, w, blocks, num_blocks, row_bytes, column,
@@ -185,9 +203,9 @@ void attend(const Chunk& chunk, void* scratch, const Attended& out) {
 
     // Values: widened once where many vectors use them or a row does not fill its vectors.
     if (head_dim % kPanel == 0 && (chunk.type == DType::f32 || chunk.vectors <= 2 * kValueRows)) {
-        const auto sum = chunk.type == DType::f32    ? sum_values<F32Values>
-                         : chunk.type == DType::bf16 ? sum_values<Bf16Values>
-                                                     : sum_values<F16Values>;
+        const auto sum = chunk.type == DType::f32    ? sum_values<F32Values, F32Values>
+                         : chunk.type == DType::bf16 ? sum_values<Bf16PairValues, Bf16Values>
+                                                     : sum_values<F16Values, F16Values>;
         sum(scores, chunk.vectors, chunk.values, chunk.blocks, block_bytes / kPanel, head_dim,
             out.values, head_dim);
         return;
@@ -198,12 +216,12 @@ void attend(const Chunk& chunk, void* scratch, const Attended& out) {
         widen_block(chunk.values[b], chunk.type, head_dim, wide, widened + b * kPanel * wide);
     }
     if (head_dim % kPanel == 0) {
-        sum_values<F32Values>(scores, chunk.vectors, blocks, chunk.blocks, wide * 4, head_dim,
+        sum_values<F32Values, F32Values>(scores, chunk.vectors, blocks, chunk.blocks, wide * 4, head_dim,
                               out.values, head_dim);
         return;
     }
     float* padded = panels;  // the keys are done with
-    sum_values<F32Values>(scores, chunk.vectors, blocks, chunk.blocks, wide * 4,
+    sum_values<F32Values, F32Values>(scores, chunk.vectors, blocks, chunk.blocks, wide * 4,
                           static_cast<int>(wide), padded, wide);
     for (int m = 0; m < chunk.vectors; ++m)
         std::memcpy(out.values + m * head_dim, padded + m * wide, sizeof(float) * static_cast<size_t>(head_dim));
