@@ -15,7 +15,9 @@ from moebatch.native import kernels as module
 from moebatch.native.kernels import load_kernels, variants
 from moebatch.runtime.engine import quantization_type
 
-pytestmark = pytest.mark.skipif(not variants(), reason="installed without native kernels")
+pytestmark = pytest.mark.skipif(
+    load_kernels(1) is None, reason="installed without native kernels, or they are switched off"
+)
 COMPUTE = ["float32", "bfloat16"] if has_bf16() else ["float32"]
 
 
@@ -88,3 +90,18 @@ def test_without_kernels(monkeypatch) -> None:
     monkeypatch.setenv(module.SIMD_VARIABLE, "avx2")
     with pytest.raises(UsageError, match="cannot run here"):
         load_kernels(2)
+
+
+@pytest.mark.parametrize("window", [5, 20])
+def test_windows_are_bit_equal_in_any_passes(window, tmp_path) -> None:
+    """Prompts longer than the ring of a layer with a window, in pieces and token by token."""
+    path = models.save(models.reference_model("mixtral", sliding_window=window), tmp_path)
+    prompts = prompts_of(4, [300, 3, 61])
+
+    def logits(chunk, **changes):
+        return logits_everywhere(path, prompts, replace(POLICY, **changes), chunk=chunk)
+
+    whole = logits(512)
+    for chunk, size in ((1, 3), (7, 1), (64, 2)):
+        for a, b in zip(whole, logits(chunk, micro_batch_size=size), strict=True):
+            assert torch.equal(a, b)
