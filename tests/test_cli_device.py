@@ -10,13 +10,15 @@ import pytest
 import torch
 from test_cli import assert_one_line, moebatch, write_rows
 
+from moebatch.cli import this_machine
 from moebatch.cli.accelerator import accelerator_options, open_accelerator
 from moebatch.cli.app import _guarded
+from moebatch.cli.this_machine import read_machine
 from moebatch.errors import UsageError
 from moebatch.plan import device_fit
 from moebatch.plan.machine import Processor
 from moebatch.plan.profiles import LinkProfile
-from moebatch.runtime import device_backend, probe_device
+from moebatch.runtime import device_backend, probe, probe_device
 from moebatch.runtime.emulated import EmulatedDevice
 
 ROWS = [{"id": str(k), "prompt": "abcdefg"[: k + 1], "max_tokens": 4 + k} for k in range(6)]
@@ -189,3 +191,23 @@ def test_the_planner_uses_what_it_measured(rows, tmp_path, monkeypatch) -> None:
         chosen.append((report["policy"]["ffn"], report["policy"]["attention"]))
     assert chosen[0][0] == "gpu"
     assert chosen[1] == ("cpu", "cpu")
+
+
+def test_the_doctor_measures_an_accelerator(monkeypatch, capsys) -> None:
+    """And keeps nothing of one that is emulated."""
+    machine = read_machine(Path(__file__).parent / "machine.json")
+    monkeypatch.setattr(probe, "measure", lambda **_: machine)
+    monkeypatch.setattr(this_machine, "keep", lambda *_: pytest.fail("kept"))
+    assert _guarded(["doctor", "--device", "emulated:t4-mini"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "emulated:t4-mini",
+        "host to accelerator, pinned",
+        "pageable",
+        "accelerator to host",
+    ):
+        assert part in said
+    assert _guarded(["doctor", "--device", "emulated:t4-mini", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["link"] < 201e6
+    assert found["accelerator"]["memory_bytes"] == 64 * 2**20

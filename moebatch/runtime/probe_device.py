@@ -79,6 +79,15 @@ def _copies(device: Device, copy: Callable[[Tensor, Tensor], object]) -> float:
         size *= 4
 
 
+def pageable_bandwidth(device: Device) -> float:
+    """Bytes per second from host memory that is not pinned: what a plain copy gets."""
+    source = torch.zeros(min(_LARGEST, _room(device)), dtype=torch.uint8)
+    target = device.empty((source.numel(),), torch.uint8)
+    seconds = _seconds(device, lambda: device.copy_in(target, source))
+    device.free(target)
+    return source.numel() / seconds
+
+
 def _room(device: Device) -> int:
     return max(1, (device.memory.limit - device.memory.used) // 2)
 
