@@ -4,6 +4,7 @@ Knows nothing of where weights came from: it gets views of pages that are alread
 Shapes: T tokens, D hidden_size, F expert_size, R rows of one expert.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,13 +59,19 @@ def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert)
 
     Experts must be added in ascending order: a token's sum then has one order whatever the batch.
     """
+    for tokens, result in expert_results(hidden, rows, expert):
+        output.index_add_(0, tokens, result)
+
+
+def expert_results(hidden: Tensor, rows: ExpertRows, expert: Expert,
+                   ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(tokens [R], weighted results [R, D]) of one expert, part by part; what `add_expert` adds."""
     start, end = rows.starts[expert.index], rows.starts[expert.index + 1]
     step = max(64, _MAX_INTERMEDIATE // (2 * expert.size))
     for first in range(start, end, step):
         part = slice(first, min(first + step, end))
         tokens = rows.tokens[part]
-        result = swiglu(hidden.index_select(0, tokens), expert)
-        output.index_add_(0, tokens, result * rows.weights[part])
+        yield tokens, swiglu(hidden.index_select(0, tokens), expert) * rows.weights[part]
 
 
 def ffn_plain(hidden: Tensor, weights: Tensor, experts: Tensor,

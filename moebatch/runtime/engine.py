@@ -22,11 +22,14 @@ from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
+from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
+from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
+from moebatch.runtime.regime import host_backend
+from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
@@ -75,11 +78,13 @@ class Engine:
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
                  device: Device | None = None, traced_passes: int = 0,
+                 profile: Profile | None = None, log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
         `device`: the accelerator, None where there is none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
+        `profile`: tokens that experts computed in earlier runs [L, E]. `log` records the routing.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
         self._device, self._traced_passes = device, traced_passes
@@ -88,8 +93,8 @@ class Engine:
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._backend: Backend = (
-            HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                        interrupted=interrupted)
+            host_backend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                         profile=profile, log=log, interrupted=interrupted)
             if device is None
             else DeviceBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
                                device=device, interrupted=interrupted)
