@@ -17,6 +17,7 @@ from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -157,6 +158,11 @@ class Engine:
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
         return self._backend.bytes_read
+
+    @property
+    def cache_counts(self) -> CacheCounts | None:
+        """Hits and misses of the expert cache; None where there is none."""
+        return getattr(self._backend, "counts", None)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:
