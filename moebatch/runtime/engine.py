@@ -17,7 +17,6 @@ from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType, has_bf16
-from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -29,7 +28,7 @@ from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.regime import host_backend
+from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
@@ -133,6 +132,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
+            if isinstance(self._backend, TailBackend) and admission.is_tail:
+                self._backend.look(len(admission.active), reserved_blocks=admission.reserved)
             broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
                 self._ended.pop(request.index, None)
@@ -160,9 +161,9 @@ class Engine:
         return self._backend.bytes_read
 
     @property
-    def cache_counts(self) -> CacheCounts | None:
-        """Hits and misses of the expert cache; None where there is none."""
-        return getattr(self._backend, "counts", None)
+    def regime(self) -> RegimeFacts | None:
+        """What the regimes of the host did; None on an accelerator."""
+        return regime_facts(self._backend, self._policy)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:
