@@ -66,6 +66,7 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     load_s: float = 0.0
+    loaded_bytes: int = 0
     lane_busy_s: dict[Lane, float] = field(default_factory=dict)
     in_flight: int = 0
     phase: str = "load"
@@ -123,6 +124,7 @@ class Engine:
             self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
         self.stats.load_s += time.perf_counter() - start
+        self.stats.loaded_bytes += self._backend.bytes_read
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,

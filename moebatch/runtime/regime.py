@@ -2,7 +2,8 @@
 other at the tail of a job."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,17 @@ class RegimeFacts:
     changed_before_pass: int | None = None
     counts: CacheCounts | None = None
     expert_slots: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what the cache found only where there was one."""
+        found: dict[str, Any] = {
+            "regime": self.regime,
+            "changed_before_pass": self.changed_before_pass,
+        }
+        if self.counts is None:
+            return found
+        return {**found, "expert_slots": self.expert_slots, **asdict(self.counts),
+                "hit_rate": self.counts.hit_rate}  # fmt: skip
 
 
 class TailBackend:
