@@ -90,6 +90,8 @@ def overridden(policy: Policy, fixed: Overrides) -> Policy:
         "eviction": fixed.eviction,
         "prefetch_layers": fixed.prefetch_layers,
     }
+    if fixed.regime == "stream":
+        given["tail_rows"] = 0
     return replace(policy, **{name: value for name, value in given.items() if value is not None})
 
 
