@@ -30,7 +30,7 @@ def run(rows, model, out, *more):
 
 
 def texts(path):
-    return [(row["id"], row["text"]) for row in read_rows(path)]
+    return [(row["id"], row["generated_text"]) for row in read_rows(path)]
 
 
 def test_every_regime_writes_the_same_text_and_says_what_it_did(rows, model, tmp_path) -> None:

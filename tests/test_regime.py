@@ -61,20 +61,21 @@ def test_a_plan_with_a_cache_keeps_to_its_budget(spec, workload, fixed, memory) 
 
 
 def test_a_smaller_budget_is_a_smaller_cache_down_to_none() -> None:
-    slots = []
-    for memory in (12 * GIB, 6 * GIB, 4 * GIB, 3 * GIB):
-        policy = cache_plan(question(workload=one_row(), memory=memory)).policy
-        slots.append(policy.expert_slots)
-    assert slots == sorted(slots, reverse=True) and slots[0] > 500 and slots[-1] == 0
-    least = 2 * GIB
-    while True:
+    """And then attention is streamed too, before it is refused."""
+    found = []
+    for memory in (12 * GIB, 6 * GIB, *range(5 * GIB, GIB, -128 << 20)):
         try:
-            policy = cache_plan(question(workload=one_row(), memory=least)).policy
+            found.append(cache_plan(question(workload=one_row(), memory=memory)).policy)
         except NoFeasiblePolicy:
             break
-        least -= 32 << 20
-    assert policy.expert_slots <= 12  # 32 MiB are a few experts
-    assert resident_pages(QWEN, policy)[0] < QWEN.num_layers
+    kept = [resident_pages(QWEN, policy)[0] for policy in found]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == QWEN.num_layers > kept[-1]
+    room = [
+        attention * 5 + policy.expert_slots for attention, policy in zip(kept, found, strict=True)
+    ]
+    assert found[0].expert_slots > 500 and room == sorted(room, reverse=True)
+    assert found[-1].expert_slots < 5  # less than one attention page
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 50])

@@ -41,6 +41,9 @@ from moebatch.plan.workload import WorkloadSpec
 EVICTION: EvictionName = "mrs"  # unless the user says otherwise
 _SPARE = 2  # experts on their way beside those that are kept
 _FOLLOWED = 2  # candidates whose passes are followed one by one
+_SWEEP = (
+    0.95  # a pass that touches this share of the experts reads all: there caching means nothing
+)
 _CLEARLY = 0.95  # of two regimes the planner leaves streaming only for one that is this much faster
 
 
@@ -75,6 +78,11 @@ def choose_regime(asked: Question) -> Plan:
     try:
         cached = cache_plan(asked)
     except NoFeasiblePolicy:
+        return streamed
+    if (
+        cost.distinct_experts(asked.spec, cached.policy.batch_size)
+        > _SWEEP * asked.spec.num_experts
+    ):
         return streamed
     rows = asked.workload.num_sequences
     few = rows is not None and streamed.crossover is not None and rows <= streamed.crossover
