@@ -123,7 +123,6 @@ def run(
         include_stop_str_in_output=include_stop_str_in_output or None,
     )  # fmt: skip
     part = parse_shard(shard)
-    destination = output_path(output, part)
     task = job.Job(
         command=asked.command_line(),
         model=resolve_model(model, revision=revision, cache_dir=cache_dir, offline=offline),
@@ -134,9 +133,9 @@ def run(
                                 prompt_token_ids=token_ids_column, id=id_column),
         ),
         output=asked.OutputOptions(
-            path=destination, output_format=output_format, schema=output_schema, order=order,
-            include=tuple(include or ()), overwrite=overwrite, allow_row_errors=allow_row_errors,
-            error_file=error_file and shard_path(error_file, part),
+            path=output_path(output, part), output_format=output_format, schema=output_schema,
+            order=order, include=tuple(include or ()), overwrite=overwrite,
+            error_file=error_file and shard_path(error_file, part), allow_row_errors=allow_row_errors,
             report_file=Path(report) if report and report != "-" else None,
             tolerance=parse_tolerance(max_errors, fail_fast=fail_fast),
         ),
@@ -148,10 +147,9 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident, policy=policy,
-                            quantization=quantization, regime=regime, expert_cache=expert_cache,
-                            eviction=eviction, prefetch_layers=prefetch_layers,
-                            routing_trace=routing_trace),
+                            weights_resident=weights_resident, policy=policy, regime=regime,
+                            quantization=quantization, expert_cache=expert_cache, eviction=eviction,
+                            prefetch_layers=prefetch_layers, routing_trace=routing_trace),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
