@@ -3,7 +3,7 @@
 Before a layer runs, its three timelines are simulated: the host's processor, the accelerator, and
 the link that brings experts to it. `by_rules` acts by HybriMoE's three priorities; `balanced` takes
 the best of all splits in which the link brings the largest experts and the host takes the smallest,
-and then tries single moves and exchanges, or all splits where they are few. Both return the same kind of `Split`.
+and then tries single moves and exchanges, or all splits where they are few.
 Source: HybriMoE (arXiv 2504.05897), section IV.
 """
 
