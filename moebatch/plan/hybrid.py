@@ -42,6 +42,20 @@ class ExpertCosts:
         return self.host_expert_s + self.host_token_s * tokens
 
 
+def fitted_line(samples: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """(seconds of an expert, seconds of each token) by least squares; neither is negative.
+
+    `samples`: pairs of tokens and seconds, of at least two different numbers of tokens.
+    """
+    tokens, seconds = (np.array(x, dtype=np.float64) for x in zip(*samples, strict=True))
+    centred = tokens - tokens.mean()
+    slope = max(0.0, float(centred @ seconds) / float(centred @ centred))
+    constant = float(seconds.mean()) - slope * float(tokens.mean())
+    if constant < 0.0:
+        return 0.0, float(tokens @ seconds) / float(tokens @ tokens)
+    return constant, slope
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerLoad:
     """What one layer has to compute: `tokens` of each expert that has any.
