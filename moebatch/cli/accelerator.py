@@ -30,16 +30,21 @@ TRACED_PASSES = 64  # the first ones: a trace of a whole job would not open
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorOptions:
-    """`schedule` None: what suits the device. `memory_bytes` None: all that it has."""
+    """`schedule` None: what suits the device. `memory_bytes` None: all that it has.
+
+    `replans`: whether a run goes on with a smaller plan when the device's memory runs out.
+    """
 
     device: str = "auto"
     schedule: str | None = None
     memory_bytes: int | None = None
     trace: Path | None = None
+    replans: bool = True
 
 
 def accelerator_options(device: str, *, schedule: str, gpu_memory: str | None,
-                        trace: Path | None) -> AcceleratorOptions:  # fmt: skip
+                        trace: Path | None, on_oom: str = "replan",
+                        ) -> AcceleratorOptions:  # fmt: skip
     """The options, checked as far as that goes without looking at the machine.
 
     Raises: UsageError for a schedule that does not exist, or a trace that cannot be written.
@@ -49,7 +54,10 @@ def accelerator_options(device: str, *, schedule: str, gpu_memory: str | None,
                          hint="one of: auto, zigzag, " + ", ".join(STYLES))  # fmt: skip
     if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
         raise UsageError(f"--trace {trace} cannot be written: no such folder, or it is one")
+    if on_oom not in ("replan", "fail"):
+        raise UsageError(f"--on-oom {on_oom} is neither replan nor fail")
     return AcceleratorOptions(
+        replans=on_oom == "replan",
         device=device,
         schedule=None if schedule == "auto" else schedule,
         memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
@@ -64,22 +72,30 @@ def open_accelerator(options: AcceleratorOptions) -> "Device | None":
     """
     from moebatch.runtime.devices import open_device
 
-    device = open_device(options.device, memory_bytes=options.memory_bytes)
-    if device is None and options.schedule not in (None, "zigzag"):
+    check_accelerator(options)
+    return open_device(options.device, memory_bytes=options.memory_bytes)
+
+
+def check_accelerator(options: AcceleratorOptions) -> None:
+    """Raises: UsageError when the device is not there, or the schedule is none for it."""
+    from moebatch.runtime.devices import find_device
+
+    kind, _ = find_device(options.device, memory_bytes=options.memory_bytes)
+    if kind == "cpu" and options.schedule not in (None, "zigzag"):
         raise UsageError(
             f"--schedule {options.schedule} needs an accelerator, and --device is {options.device}",
             hint="leave --schedule away, or name a device: --device emulated:t4",
         )
-    if device is not None and options.schedule == "zigzag":
+    if kind != "cpu" and options.schedule == "zigzag":
         raise UsageError("--schedule zigzag is for the host alone",
                          hint="use --device cpu, or one of: " + ", ".join(STYLES))  # fmt: skip
-    return device
 
 
 def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
-           fixed: Overrides, budget: int) -> DevicePlan:  # fmt: skip
+           fixed: Overrides, budget: int, share: float = 1.0) -> DevicePlan:  # fmt: skip
     """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
 
+    `share` of the device's memory is planned with.
     What host memory cannot hold of the streamed weights stays on disk, in whole layers.
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
@@ -87,7 +103,7 @@ def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | Non
         spec,
         plan.policy,
         schedule=schedule or "cgopipe",
-        device_bytes=device.memory.limit,
+        device_bytes=int(share * device.memory.limit),
         micro_batch_size=fixed.micro_batch_size,
         weights_resident=fixed.weights_resident,
     )

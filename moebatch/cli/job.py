@@ -1,18 +1,18 @@
 """One run from files to files: read rows, plan, let the engine compute, write what comes out."""
 
-import sys
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from moebatch.cli import prompts
 from moebatch.cli.accelerator import (
     TRACED_PASSES,
     AcceleratorOptions,
+    check_accelerator,
     device_line,
     fit_to,
     given_plan,
@@ -26,7 +26,6 @@ from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
 from moebatch.cli.stop import Stop
-from moebatch.data import durable
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
@@ -34,10 +33,9 @@ from moebatch.data.places import check_beside, check_output
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
-from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter
-from moebatch.errors import Interrupted
+from moebatch.errors import DeviceMemoryFull, Interrupted, NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.model.stored import locate
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
+_LESS_MEMORY, _LEAST_MEMORY = 0.85, 0.25  # of the accelerator's, planned with after it ran out
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
 
 
@@ -76,6 +75,8 @@ class Job:
         work to keep.
         """
         out = self.output
+        if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
+            check_accelerator(self.accelerator)  # before there is a side directory
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
@@ -160,8 +161,31 @@ class Job:
     ) -> None:  # fmt: skip
         """Plan from the first rows, load, and run. `done` is filled in also when that is stopped.
 
+        Where the accelerator's memory runs out, again with a smaller plan, from where it was.
         Raises: Interrupted, MoebatchError.
         """
+        share, left, stats = 1.0, requests, None
+        while True:
+            try:
+                self._attempt(flow, head, left, done, num_rows=num_rows, work=work, view=view,
+                              tokenizer=tokenizer, checkpoint=checkpoint, share=share,
+                              stats=stats)  # fmt: skip
+                return
+            except DeviceMemoryFull as error:
+                share *= _LESS_MEMORY
+                if not self.accelerator.replans or self.resources.policy or share < _LEAST_MEMORY:
+                    raise
+                left, done.unanswered = itertools.chain(done.unanswered, left), ()
+                stats = done.stats
+                view.note(f"{error}; going on with a smaller plan")
+                work.log(f"{error}; going on with a smaller plan")
+
+    def _attempt(
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+        share: float, stats: "EngineStats | None",
+    ) -> None:  # fmt: skip
+        """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
         from moebatch.runtime import host
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
@@ -172,7 +196,8 @@ class Job:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
         device = open_accelerator(self.accelerator)
-        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget)
+        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
+                                share=share)  # fmt: skip
         view.note(line)
         work.log(line)
         work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
@@ -188,6 +213,7 @@ class Job:
             max_model_len=self.max_model_len,
             compute=compute,
             device=device,
+            stats=stats,
             traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
             interrupted=flow.stop.requested,
         ) as engine:
@@ -196,12 +222,15 @@ class Job:
                     engine.load(threads=min(threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
+            except DeviceMemoryFull:
+                done.unanswered, done.stats = engine.unanswered(), engine.stats
+                raise
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
                 done.traced = engine.traced
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
-              budget: int) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+              budget: int, share: float) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
         """The plan, and the line that says what it is."""
         from moebatch.runtime import host
 
@@ -210,13 +239,22 @@ class Job:
             policy = overridden(resources.policy, resources.overrides)
             given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
             return given, device_line(self.model.name, device, given, budget)
-        planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
-                           budget=budget, base_bytes=base)  # fmt: skip
-        if device is None:
-            return planned, plan_line(self.model.name, spec, planned, budget)
-        fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
-                        fixed=resources.overrides, budget=budget)  # fmt: skip
-        return fitted, device_line(self.model.name, device, fitted, budget)
+        while True:
+            planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                               budget=budget, base_bytes=base)  # fmt: skip
+            if device is None:
+                return planned, plan_line(self.model.name, spec, planned, budget)
+            try:
+                fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
+                                fixed=resources.overrides, budget=budget, share=share)  # fmt: skip
+            except NoFeasiblePolicy:
+                half = planned.policy.batch_size // 2
+                if self.resources.overrides.batch_size is not None or half == 0:
+                    raise
+                fewer = replace(resources.overrides, batch_size=half)
+                resources = replace(resources, overrides=fewer)
+            else:
+                return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
         start = "planned" if self.resources.policy is None else "file"
@@ -304,6 +342,8 @@ class _Done:
 
     computed: Computed = field(default_factory=Computed.nothing)
     traced: "Sequence[PassResult]" = ()
+    unanswered: Sequence[Request] = ()
+    stats: "EngineStats | None" = None
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
@@ -343,20 +383,3 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
         expected_tokens=expected,
         in_flight=stats.in_flight,
     )
-
-
-def write_report(report: Report, *, path: str | None, output: Path | Literal["-"]) -> None:
-    """Write the report where the user wants it, or beside the output.
-
-    Raises: OutputWriteError when the file cannot be written.
-    """
-    if path == "-":
-        sys.stdout.write(report.to_json() + "\n")
-        return
-    if path is None and output == "-":
-        return
-    target = Path(path) if path else side_path(Path(output)) / "report.json"
-    try:
-        durable.write_whole(target, [report.to_json().encode() + b"\n"])
-    except OSError as error:
-        raise durable.write_error(f"the report {target}", error) from None

@@ -265,6 +265,11 @@ GpuMemory = Annotated[
     typer.Option(help="Accelerator memory that may be used: 16GiB; default: all of it.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+OnOom = Annotated[
+    str,
+    typer.Option(help="When the accelerator's memory runs out: replan smaller and go on, or fail.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option(help="Write a Chrome trace of the first passes.", rich_help_panel=_REPORTING),

@@ -84,6 +84,7 @@ def run(
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
+    on_oom: opt.OnOom = "replan",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
     progress: opt.Progress = "auto",
@@ -145,7 +146,7 @@ def run(
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
-                                        trace=trace),
+                                        trace=trace, on_oom=on_oom),
     )  # fmt: skip
     raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet,
                               time_limit_s=limit_s))  # fmt: skip
@@ -153,7 +154,7 @@ def run(
 
 def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | None,
              json_report: bool, quiet: bool) -> int:  # fmt: skip
-    from moebatch.cli.job import write_report
+    from moebatch.cli.report_file import write_report
     from moebatch.cli.stop import Stop
 
     output = task.output.path

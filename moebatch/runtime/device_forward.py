@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from moebatch.model.attention import absorb_queries, attend_decode, release_values
 from moebatch.model.experts import add_expert
+from moebatch.model.grouped import add_results, grouped_swiglu
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
 from moebatch.model.weights import AttentionWeights, project
 from moebatch.plan.model_spec import ModelSpec
@@ -316,9 +317,19 @@ class DeviceForward:
         rows = self._rows(task.layer, task.micro_batch, first, last)
         if self._experts is not None:
             self._experts.run(task.layer, output, normed, rows)
-        for page in self._store.expert_pages(task.layer):
-            add_expert(output, normed, rows, self._store.expert(task.layer, page))
+        else:
+            self._all_experts(task.layer, output, normed, rows)
         self._device.spoil(normed)
+
+    def _all_experts(self, layer: int, output: Tensor, normed: Tensor, rows: ExpertRows) -> None:
+        """One after the other, or those that are streamed as one where the device can."""
+        stack = self._store.stack(layer)
+        grouped = grouped_swiglu(normed, rows, stack) if stack is not None else {}
+        for page in self._store.expert_pages(layer):
+            if page - 1 in grouped:
+                add_results(output, rows, page - 1, grouped[page - 1])
+            else:
+                add_expert(output, normed, rows, self._store.expert(layer, page))
 
     def _rows(self, layer: int, j: int, first: int, last: int) -> ExpertRows:
         """The grouping of tokens [first, last) by expert, on the processor that runs the experts."""
