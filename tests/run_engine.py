@@ -44,6 +44,8 @@ def open_engine(
     compute: Any = "float32",
     device: Any = None,
     interrupted: Callable[[], bool] = lambda: False,
+    profile: Any = None,
+    log: Any = None,
     **changes: Any,
 ) -> Iterator[Engine]:
     """A loaded engine under a policy, with some of its fields changed."""
@@ -62,6 +64,8 @@ def open_engine(
             compute=compute,
             interrupted=interrupted,
             device=device,
+            profile=profile,
+            log=log,
         ) as engine,
     ):
         engine.load(threads=2)

@@ -44,6 +44,15 @@ def route(hidden: Tensor, router: Router, spec: RouterSpec, *, top_k: int,
     return weights * spec.scale, experts
 
 
+def all_scores(hidden: Tensor, router: Router, spec: RouterSpec) -> Tensor:
+    """Scores [T, E] of all experts for hidden [T, D]; each token's sum up to one."""
+    logits = linear(hidden, router.weight, router.bias)
+    if spec.scores != "sigmoid":
+        return torch.softmax(logits, dim=-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
 def _best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     """[T, E] with minus infinity outside the groups that a token may choose from.
 

@@ -92,14 +92,15 @@ class ExpertCache:
     def admit(self, which: ExpertId, *, prefetched: bool = False) -> Admission:
         """An expert has been, or is to be, loaded: it stays if there is room or somebody worth less.
 
-        Who is pinned never leaves. One that is there already stays, and nobody leaves.
+        Who is pinned never leaves. One that is there already stays, and nobody leaves. What is
+        prefetched has its use before it, and stays whatever it was worth so far.
         """
         if which in self:
             return Admission(admitted=True)
         victim = None
         if self._size >= self.capacity:
             victim = self.victim()
-            if victim is None or not self._outweighs(which, victim):
+            if victim is None or not (prefetched or self._outweighs(which, victim)):
                 return Admission(admitted=False)
             self._remove(victim)
             self.counts.evictions += 1
@@ -134,6 +135,10 @@ class ExpertCache:
         """The inverse of `pin`."""
         assert self._pins[which] > 0, which
         self._pins[which] -= 1
+
+    def is_pinned(self, which: ExpertId) -> bool:
+        """Whether anybody keeps it."""
+        return bool(self._pins[which])
 
     def discard(self, which: ExpertId) -> None:
         """It is gone for a reason of the caller's; it must be there and not pinned."""

@@ -11,8 +11,14 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 import numpy as np
+
+# Who takes care of experts that are not in the cache: all are fetched, all are computed by the host,
+# or the layer is simulated, by HybriMoE's rules or for the better split.
+Misses = Literal["fetch", "host", "rules", "balanced"]
+MISSES: tuple[Misses, ...] = ("fetch", "host", "rules", "balanced")
 
 _TRIALS = 100  # changes that the search looks at; a few microseconds each
 _FEW = 10  # so many experts, and all their splits take no longer than the search

@@ -20,6 +20,7 @@ from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
 from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.weight_store import WeightStore
 
 Progress = Callable[[int, int], None]
@@ -80,9 +81,12 @@ class HostBackend:
     one_by_one = True
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 compute: ComputeType,
+                 compute: ComputeType, log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
-        """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`."""
+        """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`.
+
+        `log` records the routing.
+        """
         self._spec = spec
         self._table = table_of(spec, policy)
         self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
@@ -96,7 +100,9 @@ class HostBackend:
         )
         self.kv = host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self.kv)
+        self._log = log
+        self._forward = Forward(spec=spec, store=self._store, kv=self.kv,
+                                routed=None if log is None else log.routed)  # fmt: skip
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
                                   interrupted=interrupted)  # fmt: skip
         self._schedules: dict[int, list[Task]] = {}
@@ -114,6 +120,8 @@ class HostBackend:
         self._forward.begin(one, wanted=None if all_logits else wanted_of(one.last_tokens))
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)
+        if self._log is not None:
+            self._log.end_pass()
         return PassResult(num_tokens=one.token_ids.numel(), last_tokens=one.last_tokens,
                           tasks=tasks, timeline=timeline)  # fmt: skip
 

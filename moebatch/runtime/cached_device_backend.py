@@ -14,16 +14,16 @@ from moebatch.errors import NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType
-from moebatch.plan.cached_fit import CacheSettings, cached_policy
+from moebatch.plan.cached_fit import cached_policy
 from moebatch.plan.eviction import eviction, preload_order, shares_of
-from moebatch.plan.expert_cache import ExpertCache
+from moebatch.plan.expert_cache import CacheCounts, ExpertCache
 from moebatch.plan.hybrid import ExpertCosts
-from moebatch.plan.machine import Numbers
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import PageTable
 from moebatch.plan.policy import Policy
 from moebatch.runtime.backend import PassResult, Progress
 from moebatch.runtime.batch import Segment
+from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.device_forward import Routers
@@ -32,6 +32,7 @@ from moebatch.runtime.hybrid_experts import HybridExperts
 from moebatch.runtime.pinned_experts import PinnedExperts
 from moebatch.runtime.warm_up import measured_costs
 
+_HINT = "raise --gpu-memory, lower --expert-cache, or use --regime stream"
 _CHUNKS = 8  # pieces of an expert on the link: between two of them something urgent may go first
 _LEAST_CHUNK = 1 << 20
 # Until they are measured: as if all lanes were equally fast.
@@ -44,27 +45,28 @@ class CachedDeviceBackend:
     one_by_one = False
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 device: Device, compute: ComputeType, settings: CacheSettings,
-                 profile: Numbers | None = None, costs: ExpertCosts | None = None,
+                 device: Device, compute: ComputeType, profile: Profile | None = None,
+                 costs: ExpertCosts | None = None, chunk_bytes: int | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Take the device's memory.
 
         `policy` is made fit for the regime, see `cached_policy`. `profile`: tokens of each expert
         [L, E] in earlier runs, by which the cache is filled at first. `costs`: of the lanes; None:
-        they are measured in `load`.
+        they are measured in `load`. `chunk_bytes`: of an expert that cross the link at a time.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
-        settings = replace(settings, capacity=min(settings.capacity, spec.num_expert_pages))
-        self._spec, self._device, self._settings = spec, device, settings
-        self._profile, self._costs = profile, costs
+        slots = min(policy.expert_slots, spec.num_expert_pages)
+        policy = cached_policy(replace(policy, expert_slots=slots))
+        self._spec, self._device, self._policy = spec, device, policy
+        self._profile, self._costs, self._chunk_bytes = profile, costs, chunk_bytes
         try:
             self._store = PinnedExperts(checkpoint, spec=spec, family=family, device=device,
-                                      num_slots=settings.capacity, compute=compute)  # fmt: skip
+                                      num_slots=slots, compute=compute)  # fmt: skip
             self._inner = DeviceBackend(
                 checkpoint,
                 spec=spec,
                 family=family,
-                policy=cached_policy(policy),
+                policy=policy,
                 device=device,
                 compute=compute,
                 interrupted=interrupted,
@@ -72,24 +74,23 @@ class CachedDeviceBackend:
                 experts=self._make_experts,
             )
         except NoFeasiblePolicy as error:
-            raise NoFeasiblePolicy(
-                f"the cache regime with {settings.capacity} experts: {error}",
-                hint="raise --gpu-memory, lower --expert-cache, or use --regime stream",
-            ) from None
+            error.hint = _HINT
+            raise
         self.kv = self._inner.kv
 
     def load(self, *, threads: int, progress: Progress) -> None:
         """See Backend. Then the cache is filled and the lanes are timed."""
         self._store.load(threads=threads, progress=progress)
         self._inner.load(threads=threads, progress=progress)
-        shares = shares_of(self._expert_counts() if self._profile is None else self._profile)
+        spec = self._spec
+        counts = self._profile or [[0] * spec.num_experts] * spec.num_layers
+        shares = shares_of(counts)
         if self._profile is not None:
             self._slots.cache.seed(shares)
-        dense = self._spec.dense_layers
-        self._slots.preload(preload_order(shares, without=dense))
+        self._slots.preload(preload_order(shares, without=spec.dense_layers))
         if self._costs is None:
             self._experts.costs = measured_costs(
-                self._store, self._slots.held, device=self._device, spec=self._spec
+                self._store, self._slots.held, device=self._device, spec=spec
             )
 
     def compute(
@@ -115,6 +116,11 @@ class CachedDeviceBackend:
         return self._inner.expert_tokens
 
     @property
+    def counts(self) -> CacheCounts:
+        """Hits and misses of the expert cache."""
+        return self._slots.cache.counts
+
+    @property
     def costs(self) -> ExpertCosts:
         """What the lanes take for an expert."""
         return self._experts.costs
@@ -124,7 +130,6 @@ class CachedDeviceBackend:
         """For the report: the cache's counts, who computed how many experts, and the link's bytes."""
         cache, moved = self._slots.cache, self._slots.moved
         return {
-            **asdict(self._settings),
             **asdict(cache.counts),
             "hit_rate": cache.counts.hit_rate,
             "experts": asdict(self._experts.counts),
@@ -139,17 +144,17 @@ class CachedDeviceBackend:
         self._experts.close()
 
     def _make_experts(self, routers: Routers) -> HybridExperts:
-        spec, settings, store = self._spec, self._settings, self._store
-        policy = eviction(settings.eviction, num_layers=spec.num_layers,
-                          num_experts=spec.num_experts)  # fmt: skip
+        spec, policy, store = self._spec, self._policy, self._store
+        worth = eviction(policy.eviction, num_layers=spec.num_layers,
+                         num_experts=spec.num_experts)  # fmt: skip
         # What is fetched replaces another whatever it is worth: it is needed now.
-        cache = ExpertCache(settings.capacity, policy, keep_always=True)
+        cache = ExpertCache(policy.expert_slots, worth, keep_always=True)
         self._slots = ExpertSlots(
             store,
             cache=cache,
             device=self._device,
-            num_slots=settings.capacity,
-            chunk_bytes=max(_LEAST_CHUNK, store.slot_bytes // _CHUNKS),
+            num_slots=policy.expert_slots,
+            chunk_bytes=self._chunk_bytes or max(_LEAST_CHUNK, store.slot_bytes // _CHUNKS),
         )
         self._experts = HybridExperts(
             spec=spec,
@@ -157,14 +162,10 @@ class CachedDeviceBackend:
             slots=self._slots,
             device=self._device,
             routers=routers,
-            settings=settings,
+            policy=policy,
             costs=self._costs or _UNKNOWN,
         )
         return self._experts
-
-    def _expert_counts(self) -> Numbers:
-        counts: Numbers = self._inner.expert_tokens.numpy()
-        return counts
 
 
 def _without_experts(spec: ModelSpec) -> PageTable:

@@ -17,16 +17,19 @@ from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
+from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
+from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device, closed_on_error, memory_errors
-from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
+from moebatch.runtime.regime import device_backend, host_backend
+from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
@@ -76,12 +79,14 @@ class Engine:
                  max_model_len: int, compute: ComputeType = "float32",
                  device: Device | None = None, traced_passes: int = 0,
                  stats: "EngineStats | None" = None,
+                 profile: Profile | None = None, log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
         `device`: the accelerator, None where there is none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
         `stats`: those of an earlier engine of the same run, counted on.
+        `profile`: tokens that experts computed in earlier runs [L, E]. `log` records the routing.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
         self._device, self._traced_passes = device, traced_passes
@@ -91,13 +96,14 @@ class Engine:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._backend: Backend
         if device is None:
-            self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
-                                        compute=compute, interrupted=interrupted)  # fmt: skip
+            self._backend = host_backend(checkpoint, spec=spec, family=family, policy=policy,
+                                         compute=compute, profile=profile, log=log,
+                                         interrupted=interrupted)  # fmt: skip
         else:
             with memory_errors(), closed_on_error(device):
-                self._backend = DeviceBackend(
+                self._backend = device_backend(
                     checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                    device=device, interrupted=interrupted,
+                    device=device, profile=profile, interrupted=interrupted,
                 )  # fmt: skip
         self._kv = self._backend.kv
         self._interrupted = interrupted
@@ -177,6 +183,11 @@ class Engine:
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
         return self._backend.bytes_read
+
+    @property
+    def cache_counts(self) -> CacheCounts | None:
+        """Hits and misses of the expert cache; None where there is none."""
+        return getattr(self._backend, "counts", None)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ Shapes: T tokens of the pass, Q tokens of a micro-batch, D hidden_size, H query 
 G key/value heads, d head_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from moebatch.model.attention import (
     release_values,
 )
 from moebatch.model.experts import add_expert
-from moebatch.model.router import ExpertRows, everything, group_by_expert, route
+from moebatch.model.router import ExpertRows, all_scores, everything, group_by_expert, route
 from moebatch.model.weights import project
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE
@@ -30,13 +30,19 @@ from moebatch.runtime.executor import Handler
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.weight_store import WeightStore
 
+# Told layer by layer what the tokens chose: weights [T, K], expert ids [T, K], mean scores [E].
+Routed = Callable[[int, Tensor, Tensor, Sequence[float]], None]
+
 
 class Forward:
     """Handlers of the ops. `begin` a pass, let the executor run a schedule, then take `logits`."""
 
-    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache) -> None:
+    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
+                 routed: Routed | None = None) -> None:  # fmt: skip
         """The weights and the cache that the handlers work on."""
-        self._spec, self._store, self._kv = spec, store, kv
+        self._spec, self._store, self._kv, self._told = spec, store, kv, routed
+        self._wants_scores = routed is not None
+        self._mean_scores: Sequence[float] = ()
         self.expert_tokens = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
 
     @property
@@ -63,6 +69,7 @@ class Forward:
             self._hidden *= self._spec.embedding_multiplier
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
+        self._scored: list[Tensor] = []
         self._rows: ExpertRows | None = None
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -166,6 +173,8 @@ class Forward:
         if weights.router is not None:
             routed = route(normed, weights.router, spec.router, top_k=spec.top_k)
             self._routed.append(routed)
+            if self._wants_scores:
+                self._scored.append(all_scores(normed.float(), weights.router, spec.router))
 
     def _ffn(self, task: Task) -> None:
         """One expert over its tokens of all micro-batches, added to the residual stream."""
@@ -201,9 +210,20 @@ class Forward:
         self._routed.clear()
         if tokens is not None:
             weights, experts = weights[tokens], experts[tokens]
+        if self._wants_scores:
+            self._mean_scores = self._scores(layer)
+        if self._told is not None:
+            self._told(layer, weights, experts, self._mean_scores)
         if self._spec.residual_multiplier != 1.0:
             weights = weights * self._spec.residual_multiplier
         self.expert_tokens[layer] += torch.bincount(
             experts.flatten(), minlength=self._spec.num_experts
         )
         return group_by_expert(weights, experts, self._spec.num_experts, tokens)
+
+    def _scores(self, layer: int) -> list[float]:
+        """The layer's router scores [E], averaged over the tokens that its FFN is computed for."""
+        scores, tokens = torch.cat(self._scored), self._tokens(layer)
+        self._scored.clear()
+        mean: list[float] = (scores if tokens is None else scores[tokens]).mean(dim=0).tolist()
+        return mean

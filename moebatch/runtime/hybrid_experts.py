@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from moebatch.model.experts import Expert, add_routed, write_expert
-from moebatch.model.router import ExpertRows, route
-from moebatch.plan.cached_fit import CacheSettings
+from moebatch.model.router import ExpertRows, all_scores, route
 from moebatch.plan.eviction import Visit
 from moebatch.plan.hybrid import (
     ExpertCosts,
@@ -28,6 +27,7 @@ from moebatch.plan.hybrid import (
     split_of,
 )
 from moebatch.plan.model_spec import ModelSpec
+from moebatch.plan.policy import Policy
 from moebatch.plan.prefetch import Outlook, Trust, worth_prefetching
 from moebatch.plan.schedule import Lane, Op, Task
 from moebatch.plan.timeline import Span
@@ -64,16 +64,16 @@ class HybridExperts:
     """Computes the experts of one layer after the other; for the accelerator's lane."""
 
     def __init__(self, *, spec: ModelSpec, store: PinnedExperts, slots: ExpertSlots, device: Device,
-                 routers: Routers, settings: CacheSettings, costs: ExpertCosts) -> None:  # fmt: skip
+                 routers: Routers, policy: Policy, costs: ExpertCosts) -> None:  # fmt: skip
         """`costs` may be replaced by measured ones before the first pass."""
         self._spec, self._store, self._slots, self._device = spec, store, slots, device
-        self._routers, self._settings, self.costs = routers, settings, costs
+        self._routers, self._policy, self.costs = routers, policy, costs
         self._scratch = Scratch(device)
         self._host_queue: Queue = device.queues.get(Lane.CPU, ThreadQueue())
         self._offload_queue: Queue = device.queues.get(Lane.D2H, ThreadQueue())
         self._host = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moebatch-misses")
         self._left: tuple[int, tuple[int, ...]] | None = None
-        self._trust = Trust(settings.prefetch_layers)
+        self._trust = Trust(policy.prefetch_layers)
         self._pace = LayerPace()
         self._sparse = [i for i in range(spec.num_layers) if spec.experts_in(i)]
         self.counts = LaneCounts()
@@ -146,7 +146,7 @@ class HybridExperts:
 
     def _planned(self, load: LayerLoad) -> Split:
         misses = [e for e in load.tokens if e not in load.cached and e not in load.arriving]
-        match self._settings.misses:
+        match self._policy.misses:
             case "balanced":
                 return balanced(load, self.costs)
             case "rules":
@@ -161,8 +161,8 @@ class HybridExperts:
         router = self._routers.attention(layer).router
         if router is None:
             return ()
-        logits = torch.nn.functional.linear(normed.float(), router.weight, router.bias)
-        scores: list[float] = torch.softmax(logits, dim=-1).mean(dim=0).tolist()
+        each = all_scores(normed.float(), router, self._spec.router)
+        scores: list[float] = each.mean(dim=0).tolist()
         return scores
 
     def _start_host(self, visit: _Visit, normed: Tensor) -> "Future[Tensor]":
@@ -196,16 +196,15 @@ class HybridExperts:
 
     def _offer(self, layer: int, hidden: Tensor, rows: ExpertRows, split: Split) -> None:
         """Give the link what to do when nothing waits for it."""
-        settings = self._settings
-        if settings.keep:
+        if self._policy.keep_computed:
             kept = [(layer, e) for e in reversed(split.host)]
             self._slots.offer(kept, Urgency.KEEP)
-        if settings.prefetch_layers and self._slots.cache.capacity:
+        if self._policy.prefetch_layers and self._slots.cache.capacity:
             self._slots.offer(self._predicted(layer, hidden, rows), Urgency.PREFETCH)
 
     def _predicted(self, layer: int, hidden: Tensor, rows: ExpertRows) -> list[tuple[int, int]]:
         """Experts of the next layers that are worth bringing, by their routers on this hidden state."""
-        ahead = [i for i in self._sparse if layer < i <= layer + self._settings.prefetch_layers]
+        ahead = [i for i in self._sparse if layer < i <= layer + self._policy.prefetch_layers]
         per_byte = self.costs.transfer_s / max(1, self._store.slot_bytes)
         backlog = self._slots.backlog_s(per_byte)
         in_time = [i for i in ahead if self._pace.until(layer, i) > backlog]

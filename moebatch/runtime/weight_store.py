@@ -105,6 +105,10 @@ class WeightStore:
             self._attention[layer] = found
         return found
 
+    def try_attention(self, layer: int) -> AttentionWeights | None:
+        """The same, or None where the page is not there."""
+        return self.attention(layer) if (layer, ATTENTION_PAGE) in self._pages else None
+
     def base_ffn(self, layer: int) -> BaseFFN:
         """The FFN of every token in a layer's attention page, which must be there and have one."""
         size = self._spec.base_ffn_size(layer)
