@@ -241,7 +241,7 @@ def test_costs_are_measured_at_the_start(tiny_models) -> None:
 def test_a_profile_fills_the_cache_at_first(tiny_models) -> None:
     """The most used experts of earlier runs are there before the first pass."""
     path = tiny_models("mixtral")[1]
-    counts = [[0] * 4 for _ in range(2)]
+    counts = [[0] * 4 for _ in range(3)]
     counts[0][3] = counts[1][2] = 7
     found = []
     run_rows(path, random_rows(random.Random(3), 1, 1), replace(CACHED, expert_slots=2),
