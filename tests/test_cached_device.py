@@ -25,6 +25,7 @@ from moebatch.plan.policy import Policy
 from moebatch.plan.profiles import PROFILES, LinkProfile
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.cached_device_backend import CachedDeviceBackend
+from moebatch.runtime.device_regime import device_regime_facts
 from moebatch.runtime.emulated import EmulatedDevice
 
 FREE = PROFILES["unthrottled"]
@@ -40,6 +41,11 @@ TOLERANCE = 1e-4
 def make(checkpoint, *, homes, costs=EVEN, **options):
     """A backend for `run_rows`."""
     return CachedDeviceBackend(checkpoint, costs=costs, **options)
+
+
+def facts_of(backend):
+    """What a report would say of its cache and lanes."""
+    return device_regime_facts(backend).to_dict()
 
 
 def run_cached(path, work, **changes):
@@ -154,8 +160,8 @@ def test_random_cases_with_random_delays(part, odd_model) -> None:
 
 def check_counts(backend) -> None:
     """Every expert that was asked for was computed once, somewhere; the cache keeps its size."""
-    facts = backend.facts
-    lanes = facts["experts"]
+    facts = facts_of(backend)
+    lanes = facts["computed"]
     assert lanes["device"] + lanes["host"] == facts["hits"] + facts["misses"]
     assert lanes["fetched"] <= lanes["device"]
     assert facts["brought"]["needed"] >= lanes["fetched"]
@@ -170,10 +176,10 @@ def test_every_lane_takes_part(tiny_models) -> None:
     rows = random_rows(random.Random(4), 8, 1)
     passes = run_rows(path, rows, replace(CACHED, micro_batch_size=9, prefetch_layers=1),
                       EmulatedDevice(FREE), make=make,
-                      watch=lambda b: seen.update(b.facts))  # fmt: skip
-    assert seen["experts"]["host"] > 0
-    assert seen["experts"]["fetched"] > 0
-    assert seen["experts"]["device"] > seen["experts"]["fetched"]
+                      watch=lambda b: seen.update(facts_of(b)))  # fmt: skip
+    assert seen["computed"]["host"] > 0
+    assert seen["computed"]["fetched"] > 0
+    assert seen["computed"]["device"] > seen["computed"]["fetched"]
     assert seen["link_bytes"] > 0
     assert 0 < seen["hit_rate"] < 1
     busy = {lane for _, timeline in passes for lane in timeline.lanes}
@@ -186,7 +192,7 @@ def test_everything_cached_moves_nothing(tiny_models) -> None:
     seen = {}
     policy = replace(CACHED, expert_slots=99)
     run_rows(path, random_rows(random.Random(4), 8, 1), policy, EmulatedDevice(FREE), make=make,
-             watch=lambda b: seen.update(b.facts))  # fmt: skip
+             watch=lambda b: seen.update(facts_of(b)))  # fmt: skip
     assert (seen["misses"], seen["link_bytes"]) == (0, 0)
 
 
@@ -197,8 +203,8 @@ def test_misses_are_handled_as_asked(misses, tiny_models) -> None:
     seen = {}
     policy = replace(CACHED, misses=misses, prefetch_layers=0, keep_computed=False, expert_slots=8)
     run_rows(path, random_rows(random.Random(4), 2, 1), policy, EmulatedDevice(SLOW), make=make,
-             watch=lambda b: seen.update(b.facts))  # fmt: skip
-    host, fetched = seen["experts"]["host"], seen["experts"]["fetched"]
+             watch=lambda b: seen.update(facts_of(b)))  # fmt: skip
+    host, fetched = seen["computed"]["host"], seen["computed"]["fetched"]
     assert (host == 0, fetched == 0) == ((True, False) if misses == "fetch" else (False, True))
 
 

@@ -134,7 +134,7 @@ def test_only_experts_with_tokens_are_read(odd_model) -> None:
         loaded = engine.disk_read_bytes
         list(engine.run(prompts))
         passes, read = engine.stats.passes, engine.disk_read_bytes - loaded
-        counts = engine.cache_counts
+        counts = engine.regime.counts
     expert_bytes = 3 * 44 * 37 * 4
     assert (counts.hits, counts.misses) == (0, passes * 4 * 2)
     assert read == counts.misses * expert_bytes
@@ -145,7 +145,7 @@ def test_a_whole_model_in_the_cache_is_read_once(odd_model) -> None:
         loaded = engine.disk_read_bytes
         list(engine.run(random_requests(random.Random(3), 6)))
         assert engine.disk_read_bytes == loaded
-        assert engine.cache_counts.misses == 0
+        assert engine.regime.counts.misses == 0
 
 
 def test_prefetch_brings_experts_before_they_are_asked_for(odd_model) -> None:
@@ -156,7 +156,7 @@ def test_prefetch_brings_experts_before_they_are_asked_for(odd_model) -> None:
         with open_engine(odd_model, POLICY, regime="cache", expert_slots=12, eviction="lru",
                          prefetch_layers=layers) as engine:  # fmt: skip
             list(engine.run(requests))
-            misses[layers] = engine.cache_counts
+            misses[layers] = engine.regime.counts
     assert misses[0].prefetched == 0
     assert misses[3].prefetched >= misses[3].prefetch_hits > 0
 
@@ -198,3 +198,33 @@ def test_an_interrupt_ends_the_wait_for_an_expert(odd_model, monkeypatch) -> Non
         monkeypatch.setattr(PageReader, "steps", never)
         with pytest.raises(Interrupted):
             list(engine.run(random_requests(random.Random(1), 1)))
+
+
+@pytest.mark.parametrize("tail_rows", [1, 2, 4, 99])
+@pytest.mark.parametrize("resident", [0.0, 0.4, 1.0])
+def test_the_tail_goes_on_with_a_cache(resident, tail_rows, odd_model, poisoned) -> None:
+    """Same text with and without the change, and it comes as soon as so few rows are left."""
+    requests = random_requests(random.Random(4), 9)
+    sizes = {"weights_resident": resident, "batch_size": 4}
+    expected = answers(run(odd_model, requests, **sizes))
+    with open_engine(odd_model, POLICY, **sizes, tail_rows=tail_rows, expert_slots=9) as engine:
+        left = []
+        found = list(engine.run(requests, lambda stats: left.append(stats.in_flight)))
+        facts, passes = engine.regime, engine.stats.passes
+        counted = sum(map(sum, engine.expert_tokens))
+    assert answers(sorted(found, key=lambda o: o.request.index)) == expected
+    assert facts.regime == "stream" and 0 < facts.changed_before_pass < passes
+    assert left[facts.changed_before_pass - 1] <= tail_rows
+    assert facts.counts.hits + facts.counts.misses > 0
+    generated = sum(len(o.choices[0].token_ids) for o in found)
+    prompts = sum(len(r.prompt_token_ids) for r in requests)
+    # every token but each row's last goes through the experts; in the last layer only sampled ones
+    assert counted == 2 * (3 * (prompts + generated - 9) + generated)
+
+
+def test_a_job_that_stops_with_many_rows_never_changes(odd_model) -> None:
+    requests = [request(i, [5, 6], max_tokens=4) for i in range(6)]
+    with open_engine(odd_model, POLICY, tail_rows=3, expert_slots=9) as engine:
+        list(engine.run(requests))
+        assert engine.regime.changed_before_pass is None
+        assert engine.regime.counts is None

@@ -1,11 +1,19 @@
 """What a run was asked to do with an accelerator, and its trace file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moebatch.cli.regime import RegimeOptions
 from moebatch.errors import NoFeasiblePolicy, UsageError
+from moebatch.plan.cached_fit import (
+    DEVICE_EVICTION,
+    DEVICE_PREFETCH_LAYERS,
+    cached_device_bytes,
+    cached_host_memory,
+    fit_cache,
+)
 from moebatch.plan.calibrate import predicted
 from moebatch.plan.device_fit import (
     DevicePlan,
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
 
+_ANY_REGIME = RegimeOptions()
 TRACED_PASSES = 64  # the first ones: a trace of a whole job would not open
 
 
@@ -92,13 +101,17 @@ def check_accelerator(options: AcceleratorOptions) -> None:
 
 
 def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
-           fixed: Overrides, budget: int, share: float = 1.0) -> DevicePlan:  # fmt: skip
+           fixed: Overrides, budget: int, share: float = 1.0,
+           regime: RegimeOptions = _ANY_REGIME) -> DevicePlan:  # fmt: skip
     """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
 
-    `share` of the device's memory is planned with.
+    `share` of the device's memory is planned with. `regime`: the cache's if that was asked for.
     What host memory cannot hold of the streamed weights stays on disk, in whole layers.
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
+    if regime.regime == "cache":
+        return _fit_cache(device, spec, plan, regime=regime, fixed=fixed, budget=budget,
+                          share=share)  # fmt: skip
     policy = fit(
         spec,
         plan.policy,
@@ -112,8 +125,31 @@ def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | Non
         memory = host_memory(spec, found, plan.memory, emulated=device.emulated)
         if memory.total <= budget:
             return DevicePlan(policy=found, memory=memory)
-    raise NoFeasiblePolicy(
-        f"with this accelerator the run needs {format_bytes(memory.total)} of host memory, "
+    raise _too_large_for_host(memory.total, budget)
+
+
+def _fit_cache(device: "Device", spec: ModelSpec, plan: Plan, *, regime: RegimeOptions,
+               fixed: Overrides, budget: int, share: float) -> DevicePlan:  # fmt: skip
+    """The plan of the cache regime: all experts in host memory, some of them on the device."""
+    asked = regime.overrides(spec, fixed)
+    policy = replace(
+        plan.policy,
+        eviction=asked.eviction or DEVICE_EVICTION,
+        prefetch_layers=(
+            DEVICE_PREFETCH_LAYERS if asked.prefetch_layers is None else asked.prefetch_layers
+        ),
+    )
+    found = fit_cache(spec, policy, device_bytes=int(share * device.memory.limit),
+                      capacity=asked.expert_slots)  # fmt: skip
+    memory = cached_host_memory(spec, found, plan.memory, emulated=device.emulated)
+    if memory.total > budget:
+        raise _too_large_for_host(memory.total, budget)
+    return DevicePlan(policy=found, memory=memory)
+
+
+def _too_large_for_host(need: int, budget: int) -> NoFeasiblePolicy:
+    return NoFeasiblePolicy(
+        f"with this accelerator the run needs {format_bytes(need)} of host memory, "
         f"the budget is {format_bytes(budget)}",
         hint="raise --memory, or lower --batch-size",
     )
@@ -129,10 +165,12 @@ def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int
         raise UsageError("the policy is for the host alone, and this run has an accelerator",
                          hint="use --device cpu, or another policy")  # fmt: skip
     host = memory_of(spec, policy, base_bytes=base_bytes)
-    plan = DevicePlan(
-        policy=policy, memory=host_memory(spec, policy, host, emulated=device.emulated)
+    cache = policy.regime == "cache"
+    memory = (cached_host_memory if cache else host_memory)(
+        spec, policy, host, emulated=device.emulated
     )
-    need = device_memory(spec, policy).total
+    plan = DevicePlan(policy=policy, memory=memory)
+    need = cached_device_bytes(spec, policy) if cache else device_memory(spec, policy).total
     for what, size, limit in (
         ("accelerator", need, device.memory.limit),
         ("host", plan.memory.total, budget),
@@ -149,10 +187,14 @@ def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int
 def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> str:
     """The plan in one line, before a run."""
     policy = plan.policy
+    if policy.regime == "cache":
+        kept = f"cache of {policy.expert_slots} experts, {policy.eviction}"
+    else:
+        kept = f"weights resident {policy.weights_resident:.0%}"
     return (
         f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
         f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "
-        f"weights resident {policy.weights_resident:.0%} · planned host memory "
+        f"{kept} · planned host memory "
         f"{format_bytes(plan.memory.total)} of {format_bytes(budget)}"
     )
 

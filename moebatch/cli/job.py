@@ -23,8 +23,15 @@ from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, Resou
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
-from moebatch.cli.planning import overridden, plan_line, plan_run
+from moebatch.cli.planning import (
+    overridden,
+    plan_line,
+    plan_run,
+    with_actual_dtype,
+    workload_of,
+)
 from moebatch.cli.progress import State, View
+from moebatch.cli.regime import refuse_on_device, routing_of
 from moebatch.cli.stop import Stop
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
@@ -38,7 +45,6 @@ from moebatch.data.writer import OutputWriter
 from moebatch.errors import DeviceMemoryFull, Interrupted, NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
-from moebatch.model.stored import locate
 from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
@@ -85,12 +91,15 @@ class Job:
                 others = [] if out.error_file is None else [str(out.error_file)]
                 check_beside(out.report_file, option="--report", output=out.path,
                              inputs=[*dataset.files, *others])  # fmt: skip
+            if (trace := self.resources.regime.routing_trace) is not None:
+                check_beside(trace, option="--routing-trace", output=out.path,
+                             inputs=dataset.files)  # fmt: skip
             checkpoint.check(self.model.parts())
             survey = dataset.survey(
                 on_duplicate=self.rows.on_duplicate,
                 progress=lambda rows: view.note(f"checking · {rows:,} rows"),
             )
-            job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
+            job = replace(self, model=with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
                 return job._execute(checkpoint, view, stop, dataset.rows(survey),
                                     out.rows_file(survey, self.rows.shard))  # fmt: skip
@@ -194,29 +203,36 @@ class Job:
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
-        workload = _workload(head, num_rows)
+        workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
         device = open_accelerator(self.accelerator)
+        if device is not None:
+            refuse_on_device(self.resources.regime)
         plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
                                 share=share)  # fmt: skip
         view.note(line)
         work.log(line)
         work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
                           "attention": plan.policy.attention})  # fmt: skip
-        with Engine(
-            checkpoint,
-            spec=self.model.spec,
-            family=self.model.family,
-            policy=plan.policy,
-            open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.max_model_len,
-            compute=compute,
-            device=device,
-            stats=stats,
-            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
-            interrupted=flow.stop.requested,
-        ) as engine:
+        with (
+            routing_of(self.model, self.resources.regime) as routing,
+            Engine(
+                checkpoint,
+                spec=self.model.spec,
+                family=self.model.family,
+                policy=plan.policy,
+                open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
+                decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+                eos_token_ids=self.model.eos_token_ids,
+                max_model_len=self.max_model_len,
+                compute=compute,
+                device=device,
+                stats=stats,
+                profile=routing.profile,
+                log=routing.log,
+                traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+                interrupted=flow.stop.requested,
+            ) as engine,
+        ):
             try:
                 with flow.stop.immediate():
                     engine.load(threads=min(threads, LOADERS), progress=view.loading)
@@ -228,6 +244,7 @@ class Job:
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
                 done.traced = engine.traced
+                routing.learn(engine.expert_tokens)
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
               budget: int, share: float) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
@@ -241,12 +258,14 @@ class Job:
             return given, device_line(self.model.name, device, given, budget)
         while True:
             planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
-                               budget=budget, base_bytes=base)  # fmt: skip
+                               budget=budget, base_bytes=base,
+                               device=device is not None)  # fmt: skip
             if device is None:
                 return planned, plan_line(self.model.name, spec, planned, budget)
             try:
                 fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
-                                fixed=resources.overrides, budget=budget, share=share)  # fmt: skip
+                                fixed=resources.overrides, budget=budget, share=share,
+                                regime=resources.regime)  # fmt: skip
             except NoFeasiblePolicy:
                 half = planned.policy.batch_size // 2
                 if self.resources.overrides.batch_size is not None or half == 0:
@@ -289,8 +308,10 @@ class Job:
             ),
             passes=done.passes,
             disk_read_bytes=done.disk_read_bytes,
+            loaded_bytes=done.loaded_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
+            expert_cache=done.expert_cache,
             warnings=flow.warnings,
         )
 
@@ -308,8 +329,10 @@ class Computed:
     decode_s: float = 0.0
     passes: int = 0
     disk_read_bytes: int = 0
+    loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float] = field(default_factory=dict)
     expert_tokens: Sequence[Sequence[int]] = ()
+    expert_cache: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
@@ -326,8 +349,10 @@ class Computed:
             decode_s=stats.decode_s,
             passes=stats.passes,
             disk_read_bytes=engine.disk_read_bytes,
+            loaded_bytes=stats.loaded_bytes,
             lane_busy_s={lane.value: busy for lane, busy in stats.lane_busy_s.items()},
             expert_tokens=engine.expert_tokens,
+            expert_cache=None if engine.regime is None else engine.regime.to_dict(),
         )
 
     @classmethod
@@ -344,33 +369,6 @@ class _Done:
     traced: "Sequence[PassResult]" = ()
     unanswered: Sequence[Request] = ()
     stats: "EngineStats | None" = None
-
-
-def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
-    """The data type that the experts really have: config.json is often wrong about it.
-
-    What is quantised is decoded to the type of the embedding.
-    """
-    layer = model.spec.last_sparse
-    part = model.family.expert_parts(model.spec, layer, 0)[0]
-    stored = locate(checkpoint, part.sources[0])
-    if stored.kind != "plain":
-        stored = locate(checkpoint, model.family.vocabulary_parts(model.spec)[0].sources[0])
-    dtype = stored.entries[0].dtype
-    return replace(model, spec=replace(model.spec, weight_dtype=dtype))
-
-
-def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
-    """Lengths of the first rows, each of a row's choices a sequence of its own, for all rows."""
-    lengths = [
-        (len(request.prompt_token_ids), request.params.max_tokens or 1)
-        for request in head
-        for _ in range(request.params.n)
-    ]
-    looked_at = WorkloadSpec.measure(lengths, complete=True)
-    if len(head) < _PEEKED_ROWS:
-        return looked_at
-    return looked_at.of_size(max(len(lengths), round(num_rows * len(lengths) / len(head))))
 
 
 def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:

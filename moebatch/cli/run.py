@@ -13,6 +13,7 @@ from moebatch.units import parse_bytes, parse_duration
 if TYPE_CHECKING:
     from moebatch.cli.asked import ResourceOptions
     from moebatch.cli.keeping import KeepOptions
+    from moebatch.cli.regime import RegimeOptions
 
 
 def run(
@@ -81,12 +82,17 @@ def run(
     policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    regime: opt.RegimeName = "auto",
+    expert_cache: opt.ExpertCache = "auto",
+    eviction: opt.Eviction = "auto",
+    prefetch_layers: opt.PrefetchLayers = None,
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
     on_oom: opt.OnOom = "replan",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
+    routing_trace: opt.RoutingTrace = None,
     progress: opt.Progress = "auto",
     json_report: opt.JsonReport = False,
     quiet: opt.Quiet = False,
@@ -96,6 +102,7 @@ def run(
     from moebatch.cli.accelerator import accelerator_options
     from moebatch.cli.limits import parse_tolerance
     from moebatch.cli.progress import make_view
+    from moebatch.cli.regime import regime_options
     from moebatch.cli.shards import parse_shard, shard_path
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
@@ -104,7 +111,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, resume=resume,
+        kv_cache_dtype=kv_cache_dtype, resume=resume, regime=regime, eviction=eviction,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
@@ -142,7 +149,11 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident, policy=policy),
+                            weights_resident=weights_resident, policy=policy,
+                            regime=regime_options(
+                                regime=regime, expert_cache=expert_cache, eviction=eviction,
+                                prefetch_layers=prefetch_layers, routing_trace=routing_trace,
+                                weights_resident=weights_resident)),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
@@ -245,7 +256,8 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str, policy: str = "auto") -> "ResourceOptions":  # fmt: skip
+              kv_cache_dtype: str, regime: "RegimeOptions",
+              policy: str = "auto") -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
 
     Raises: UsageError for numbers out of range.
@@ -267,6 +279,7 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
     return ResourceOptions(
         memory_bytes=memory_bytes,
         policy=read_policy(policy),
+        regime=regime,
         cpu_threads=cpu_threads,
         dtype=dtype,
         overrides=Overrides(

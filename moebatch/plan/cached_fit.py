@@ -8,13 +8,16 @@ from dataclasses import replace
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.cost import expert_page_bytes
 from moebatch.plan.device_fit import device_memory
-from moebatch.plan.memory import FLOAT, attention_page_bytes
+from moebatch.plan.eviction import EvictionName
+from moebatch.plan.memory import FLOAT, MemoryPlan, attention_page_bytes
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Processor
 from moebatch.plan.stream import ALIGN
 from moebatch.units import format_bytes
 
+DEVICE_EVICTION: EvictionName = "mrs"
+DEVICE_PREFETCH_LAYERS = 3
 MAX_PASS_TOKENS = 512  # of prompts in one pass: the regime is for few rows, its buffers are small
 
 
@@ -48,7 +51,7 @@ def fit_cache(spec: ModelSpec, policy: Policy, *, device_bytes: int,
     `capacity` fixes the number of experts. Raises: NoFeasiblePolicy when not even all but the
     experts fits, or not as many experts as were asked for.
     """
-    slot = expert_page_bytes(spec) + ALIGN
+    slot = _slot_bytes(spec)
     choices: list[tuple[Processor, int]] = [("gpu", capacity or 1), ("cpu", capacity or 0)]
     for attention, wanted in choices:
         found = cached_policy(replace(policy, attention=attention))
@@ -61,3 +64,22 @@ def fit_cache(spec: ModelSpec, policy: Policy, *, device_bytes: int,
         f"the experts, and {wanted} of these; there are {format_bytes(device_bytes)}",
         hint="raise --gpu-memory, lower --expert-cache, or use --regime stream",
     )
+
+
+def cached_device_bytes(spec: ModelSpec, policy: Policy) -> int:
+    """Accelerator memory under a policy of the regime."""
+    slots = min(policy.expert_slots, spec.num_expert_pages)
+    return other_bytes(spec, policy) + slots * _slot_bytes(spec)
+
+
+def cached_host_memory(spec: ModelSpec, policy: Policy, plan: MemoryPlan, *,
+                       emulated: bool) -> MemoryPlan:  # fmt: skip
+    """Host memory beside the accelerator: all experts; an emulated device's memory is the host's."""
+    experts = spec.num_expert_pages * _slot_bytes(spec)
+    device = cached_device_bytes(spec, policy) if emulated else 0
+    return replace(plan, resident_weights=experts, page_buffer=0,
+                   activations=plan.activations + device)  # fmt: skip
+
+
+def _slot_bytes(spec: ModelSpec) -> int:
+    return expert_page_bytes(spec) + ALIGN

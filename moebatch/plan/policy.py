@@ -141,6 +141,10 @@ class Overrides:
     attention: Processor | None = None
     ffn: Processor | None = None
     kv_resident: float | None = None
+    regime: Regime | None = None
+    expert_slots: int | None = None
+    eviction: EvictionName | None = None
+    prefetch_layers: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""

@@ -143,6 +143,11 @@ class HostBackend:
         """See Backend."""
         self._executor.close()
 
+    @property
+    def store(self) -> WeightStore:
+        """The weights; who takes over from a closed backend goes on with them."""
+        return self._store
+
     def _schedule(self, num_micro_batches: int) -> list[Task]:
         """The pass's schedule; built once for each number of micro-batches."""
         if num_micro_batches not in self._schedules:

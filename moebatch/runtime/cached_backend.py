@@ -1,42 +1,30 @@
 """A machine without accelerator and few rows: host memory is a cache of experts over the disk."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
-from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType
-from moebatch.plan.eviction import ExpertId, eviction, preload_order, shares_of
+from moebatch.plan.eviction import eviction, preload_order, shares_of
 from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane, Task, prologue, zigzag
-from moebatch.runtime.backend import PassResult, Progress, host_cache, wanted_of
+from moebatch.runtime.backend import HostBackend, PassResult, Progress, host_cache, wanted_of
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.cached_forward import CachedForward
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.expert_store import ExpertStore
-from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.weight_store import WeightStore
 
 Profile = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenOver:
-    """What a backend that streamed leaves to the one that comes after it."""
-
-    kv: KVCache
-    store: WeightStore
-    experts: Mapping[ExpertId, Expert]
-    expert_tokens: Tensor
 
 
 class CachedHostBackend:
@@ -46,11 +34,13 @@ class CachedHostBackend:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  compute: ComputeType, profile: Profile | None = None,
-                 log: RoutingLog | None = None, taken_over: TakenOver | None = None,
+                 log: RoutingLog | None = None, before: HostBackend | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Reserve the KV cache; weights take their memory as they are read.
 
         `profile` [L, E] are tokens that experts computed in earlier runs. `log` records the routing.
+        `before`: a closed backend to go on from, with its KV cache and the weights it holds; its
+        resident experts are the first content of the cache. There is nothing to load then.
         """
         self._spec, self._profile, self._log = spec, profile, log
         self._table = attention_only(table_of(spec, policy))
@@ -58,14 +48,14 @@ class CachedHostBackend:
         self._store = WeightStore(
             checkpoint, spec=spec, family=family, table=self._table, page_slots=self._page_slots,
             compute=compute,
-        )  # fmt: skip
+        ) if before is None else before.store  # fmt: skip
         self._experts = ExpertStore(
             checkpoint, spec=spec, family=family, compute=compute, capacity=policy.expert_slots,
             spare=policy.page_slots, interrupted=interrupted,
             eviction=eviction(policy.eviction, num_layers=spec.num_layers,
                               num_experts=spec.num_experts),
         )  # fmt: skip
-        self.kv = host_cache(spec, policy, windows=spec.layer_windows)
+        self.kv = before.kv if before else host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
         self._forward = CachedForward(
             spec=spec, store=self._store, kv=self.kv, experts=self._experts,
@@ -74,6 +64,18 @@ class CachedHostBackend:
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
                                   interrupted=interrupted)  # fmt: skip
         self._schedules: dict[int, list[Task]] = {}
+        if before is not None:
+            self._take_over(before)
+
+    def _take_over(self, before: HostBackend) -> None:
+        """Go on with another backend's weights, the most used experts first."""
+        held = self._store.give_up_experts(self._table, page_slots=self._page_slots)
+        self._forward.expert_tokens = before.expert_tokens
+        shares = shares_of(before.expert_tokens.tolist())
+        self._experts.cache.seed(shares)
+        order = preload_order(shares, without=self._spec.dense_layers)
+        self._experts.adopt({which: held[which] for which in order if which in held})
+        self._executor.run(prologue(self._table, page_slots=self._page_slots))
 
     def load(self, *, threads: int, progress: Progress) -> None:
         """See Backend. The most used experts are read first."""

@@ -126,16 +126,19 @@ class CachedDeviceBackend:
         return self._experts.costs
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """For the report: the cache's counts, who computed how many experts, and the link's bytes."""
-        cache, moved = self._slots.cache, self._slots.moved
+    def num_slots(self) -> int:
+        """Experts that the accelerator has room for."""
+        return self._policy.expert_slots
+
+    @property
+    def lane_facts(self) -> dict[str, Any]:
+        """For the report: who computed how many experts, what crossed the link, the lanes' costs."""
+        moved = self._slots.moved
         return {
-            **asdict(cache.counts),
-            "hit_rate": cache.counts.hit_rate,
-            "experts": asdict(self._experts.counts),
+            "computed": asdict(self._experts.counts),
             "link_bytes": self._slots.bytes_moved,
             "brought": {u.name.lower(): moved[u] for u in Urgency},
-            "costs": asdict(self._experts.costs),
+            "costs_s": {k.removesuffix("_s"): v for k, v in asdict(self.costs).items()},
         }
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moebatch.model.experts import add_expert, expert_results
 from moebatch.model.router import ExpertRows, route
+from moebatch.plan.cache_time import STASH_BYTES
 from moebatch.plan.eviction import ExpertId, Visit
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE
@@ -21,7 +22,6 @@ from moebatch.runtime.forward import Forward, Routed
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.weight_store import WeightStore
 
-STASH_BYTES = 16 << 20  # results that wait for experts before them
 _PREDICTED_TOKENS = 64  # passes with more touch nearly all experts: there is nothing to predict
 
 

@@ -17,7 +17,6 @@ from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType, has_bf16
-from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -27,8 +26,9 @@ from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device, closed_on_error, memory_errors
+from moebatch.runtime.device_regime import device_backend, device_regime_facts
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.regime import device_backend, host_backend
+from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
@@ -66,6 +66,7 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     load_s: float = 0.0
+    loaded_bytes: int = 0
     lane_busy_s: dict[Lane, float] = field(default_factory=dict)
     in_flight: int = 0
     phase: str = "load"
@@ -96,9 +97,10 @@ class Engine:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._backend: Backend
         if device is None:
-            self._backend = host_backend(checkpoint, spec=spec, family=family, policy=policy,
-                                         compute=compute, profile=profile, log=log,
-                                         interrupted=interrupted)  # fmt: skip
+            self._backend = host_backend(
+                checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                profile=profile, log=log, interrupted=interrupted,
+            )  # fmt: skip
         else:
             with memory_errors(), closed_on_error(device):
                 self._backend = device_backend(
@@ -122,6 +124,7 @@ class Engine:
             self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
         self.stats.load_s += time.perf_counter() - start
+        self.stats.loaded_bytes += self._backend.bytes_read
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,
@@ -140,6 +143,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
+            if isinstance(self._backend, TailBackend) and admission.is_tail:
+                self._backend.look(len(admission.active), reserved_blocks=admission.reserved)
             with memory_errors():
                 broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
@@ -185,9 +190,9 @@ class Engine:
         return self._backend.bytes_read
 
     @property
-    def cache_counts(self) -> CacheCounts | None:
-        """Hits and misses of the expert cache; None where there is none."""
-        return getattr(self._backend, "counts", None)
+    def regime(self) -> RegimeFacts | None:
+        """What the regimes did."""
+        return regime_facts(self._backend, self._policy) or device_regime_facts(self._backend)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:

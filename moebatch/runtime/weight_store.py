@@ -97,6 +97,26 @@ class WeightStore:
             self._attention.pop(layer, None)
         self._free_slots.append(self._slot_of.pop((layer, page)))
 
+    def give_up_experts(self, table: PageTable, *, page_slots: int) -> dict[Where, Expert]:
+        """Go on with a table without experts; those that stayed in memory are now the caller's.
+
+        No page may be on its way. Streamed pages are gone; the buffer is made anew for the table's.
+        """
+        for layer, page in list(self._slot_of):
+            self.free_page(layer, page)
+        experts = {
+            (layer, page - 1): self.expert(layer, page)
+            for layer, page in self._pages
+            if page != ATTENTION_PAGE
+        }
+        for layer, expert in experts:
+            del self._pages[(layer, expert + 1)]
+        self._table = table
+        slot_bytes = max((self._plans[where].num_bytes for where in table.streamed), default=0)
+        slots = min(page_slots, len(table.streamed))
+        self._free_slots = deque(_buffer(slot_bytes) for _ in range(slots))
+        return experts
+
     def attention(self, layer: int) -> AttentionWeights:
         """The weights of a layer's attention page, which must be there."""
         found = self._attention.get(layer)

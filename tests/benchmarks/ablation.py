@@ -120,11 +120,7 @@ def measure(setting, policy):
             "gpu_peak_bytes": device.memory.peak,
             "lane_busy_s": {str(k): round(v, 3) for k, v in stats.lane_busy_s.items()},
         }
-        facts = getattr(engine._backend, "facts", None)
-        if facts is not None:
-            found |= facts
-            found["slots"] = policy.expert_slots
-        return texts, found
+        return texts, found | engine.regime.to_dict()
 
 
 def policies(setting):
@@ -169,7 +165,7 @@ def run(setting, rounds, only):
             print(f"{setting.rows} rows, round {number}, {name}: {found['tokens_per_s']:.2f} "
                   f"tokens/s (decode {found['decode_tokens_per_s']:.2f}), hits "
                   f"{found.get('hit_rate', 0):.1%}, link {found['link_bytes'] / 1e9:.2f} GB, "
-                  f"{found.get('experts')} {found.get('brought')} same {found['same_text']}",
+                  f"{found.get('computed')} {found.get('brought')} same {found['same_text']}",
                   file=sys.stderr, flush=True)  # fmt: skip
     return best
 
@@ -208,8 +204,14 @@ def main():
                        h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, latency_s=10e-6)  # fmt: skip
     results = {}
     for rows in map(int, asked.rows.split(",")):
-        setting = Setting(model=asked.model, host_slowdown=asked.host_slowdown, link=link, rows=rows, prompt_len=asked.prompt_len,
-                          gen_len=asked.gen_len)  # fmt: skip
+        setting = Setting(
+            model=asked.model,
+            host_slowdown=asked.host_slowdown,
+            link=link,
+            rows=rows,
+            prompt_len=asked.prompt_len,
+            gen_len=asked.gen_len,
+        )
         results[rows] = run(setting, asked.rounds, asked.only)
     if not asked.only:
         print(table(results))
