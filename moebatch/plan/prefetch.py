@@ -36,19 +36,23 @@ def worth_prefetching(outlooks: Iterable[Outlook], costs: ExpertCosts, *, backlo
     for one in outlooks:
         if backlog_s + costs.transfer_s >= one.until_s + balanced(one.load, costs).makespan_s:
             continue
+        saved_by: dict[int, float] = {}  # experts with as many tokens save as much
         for expert in _largest_missing(one.load):
-            saved = _saved(one, expert, costs, arrival_s=backlog_s + costs.transfer_s)
-            if saved > 0.0:
-                gains.append((saved * one.trust, (one.layer, expert), one))
+            count = one.load.tokens[expert]
+            if count not in saved_by:
+                arrival = backlog_s + costs.transfer_s
+                saved_by[count] = _saved(one, expert, costs, arrival_s=arrival)
+            if saved_by[count] > 0.0:
+                gains.append((saved_by[count] * one.trust, (one.layer, expert), one))
     gains.sort(key=lambda gain: (-gain[0], gain[1]))
     chosen: list[ExpertId] = []
     arrival = backlog_s
     for _, which, one in gains[:most]:
-        arrival += costs.transfer_s
-        if not chosen or _saved(one, which[1], costs, arrival_s=arrival) > 0.0:
+        in_time = arrival + costs.transfer_s < one.until_s
+        if in_time or not chosen or _saved(one, which[1], costs,
+                                           arrival_s=arrival + costs.transfer_s) > 0.0:  # fmt: skip
             chosen.append(which)
-        else:
-            arrival -= costs.transfer_s
+            arrival += costs.transfer_s
     return chosen
 
 

@@ -38,6 +38,7 @@ from moebatch.runtime.expert_slots import ExpertSlots, Urgency
 from moebatch.runtime.layer_pace import LayerPace
 from moebatch.runtime.pinned_experts import PinnedExperts
 
+_CORRECTION, _MOST_CORRECTED = 0.05, 3.0  # weight of the newest layer, and how far it may be off
 _MOST_OFFERED = 2  # prefetches at a time: the next layer's routing tells better
 
 
@@ -77,6 +78,7 @@ class HybridExperts:
         self._pace = LayerPace()
         self._sparse = [i for i in range(spec.num_layers) if spec.experts_in(i)]
         self.counts = LaneCounts()
+        self._host_s = 0.0
         self._signals: list[tuple[Task, Signal]] = []
 
     def run(self, layer: int, hidden: Tensor, normed: Tensor, rows: ExpertRows) -> None:
@@ -178,21 +180,37 @@ class HybridExperts:
         copied = self._offload_queue.launch(lambda _: self._device.copy_out(held, normed), offload)
         copied.wait()
         self._signals.append((offload, copied))
+        self._host_s = 0.0
         for expert in visit.split.host:
             task = Task(Op.FFN, Lane.CPU, visit.layer, page=expert + 1)
             one = self._store.on_host((visit.layer, expert))
             work = partial(_write, results, held, visit.host_rows, one)
-            self._signals.append((task, self._host_queue.launch(work, task)))
+            signal = self._host_queue.launch(work, task)
+            start, end = signal.times()
+            self._host_s += end - start
+            self._signals.append((task, signal))
         self._device.spoil(held)
         return results
 
     def _take(self, job: "Future[Tensor]", visit: _Visit, results: Tensor) -> None:
         """Wait for the host's results and copy them to their rows on the device."""
         host = job.result()
+        self._correct_host(visit.split, visit.rows)
         starts = visit.rows.starts
         for first, last in _runs(sorted(visit.split.host)):
             part = slice(starts[first], starts[last + 1])
             self._device.copy_in(results[part], host[part])
+
+    def _correct_host(self, split: Split, rows: ExpertRows) -> None:
+        """What experts take the host in the run, beside all else, replaces what they took alone."""
+        counts = _counts(rows)
+        predicted = sum(self.costs.host_s(counts[e]) for e in split.host)
+        if predicted <= 0.0:
+            return
+        ratio = min(_MOST_CORRECTED, max(1 / _MOST_CORRECTED, self._host_s / predicted))
+        factor = 1.0 + _CORRECTION * (ratio - 1.0)
+        self.costs = replace(self.costs, host_expert_s=self.costs.host_expert_s * factor,
+                             host_token_s=self.costs.host_token_s * factor)  # fmt: skip
 
     def _offer(self, layer: int, hidden: Tensor, rows: ExpertRows, split: Split) -> None:
         """Give the link what to do when nothing waits for it."""

@@ -3,7 +3,8 @@
 Each arm adds one part to the one before: streaming (the best of the schedules), experts fetched as
 they are missed, the host computes what is missed, the layer is scheduled, routers prefetch, scores
 say who stays. Arms run one after the other, several rounds, and the best round of each counts.
-Usage: python tests/benchmarks/ablation.py MODEL [--rows 1,4,8] [--link-gb-s 0.5] [--json FILE]
+All memories and links are those of a T4 server, `--slowdown` times slower, so that this machine can
+stand for all of it. Usage: python tests/benchmarks/ablation.py MODEL [--rows 1,4,8] [--json FILE]
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from moebatch.errors import NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
 from moebatch.plan.cached_fit import fit_cache
+from moebatch.plan.cost import expert_page_bytes
 from moebatch.plan.device_fit import fit
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
 from moebatch.plan.profiles import LinkProfile
-from moebatch.plan.schedule import Lane
+from moebatch.plan.schedule import Lane, Op
 from moebatch.runtime.emulated import EmulatedDevice
 from moebatch.runtime.engine import Engine
 from moebatch.runtime.executor import Ended, ThreadQueue
@@ -53,31 +55,76 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Bytes per second of the accelerator's memory, the host's, and the link."""
+
+    device: float
+    host: float
+    link: float
+
+
+# Memory of a T4 (datasheet: 320 GB/s, 300 reached), of its host, PCIe 3 x16; see policies of L4, T4.
+T4_SERVER = Rates(device=300e9, host=76e9, link=12e9)
+
+
+@dataclass(frozen=True)
 class Setting:
     """What all arms share."""
 
     model: Path
-    host_slowdown: float
+    rates: "Rates"
+    expert_bytes: int
     link: LinkProfile
     rows: int
     prompt_len: int
     gen_len: int
 
 
-class Stretched(ThreadQueue):
-    """The host's lane on a machine whose accelerator is so many times as fast as its host.
+class PacedLinear:
+    """A product that takes as long as reading its weight takes the accelerator's memory."""
 
-    The emulated accelerator is the host itself, so the host must take longer.
-    """
+    def __init__(self, inner, seconds):
+        self._inner, self._seconds, self.dtype = inner, seconds, inner.dtype
 
-    def __init__(self, factor):
-        self._factor = factor
+    def __call__(self, x):
+        start = time.perf_counter()
+        y = self._inner(x)
+        fill(start, self._seconds)
+        return y
+
+
+class PacedExperts(ThreadQueue):
+    """The host's lane: an expert takes as long as reading it takes the host's memory."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
 
     def launch(self, handler, task):
         start = time.perf_counter()
         handler(task)
-        time.sleep((self._factor - 1) * (time.perf_counter() - start))
+        if task.op is Op.FFN:
+            fill(start, self._seconds)
         return Ended(start, time.perf_counter())
+
+
+def fill(start, seconds):
+    if (rest := start + seconds - time.perf_counter()) > 0:
+        time.sleep(rest)
+
+
+class PacedDevice(EmulatedDevice):
+    """An emulated accelerator whose memory has a speed too, beside a host whose memory has one.
+
+    The emulated accelerator is the host: without this both would compute equally fast.
+    """
+
+    def __init__(self, setting):
+        super().__init__(setting.link)
+        self._pace = setting.rates.device
+        self.queues[Lane.CPU] = PacedExperts(setting.expert_bytes / setting.rates.host)
+
+    def linear(self, weight, compute):
+        return PacedLinear(super().linear(weight, compute), weight.nbytes / self._pace)
 
 
 def requests_of(setting, vocab_size):
@@ -100,8 +147,7 @@ def base_policy(setting):
 def measure(setting, policy):
     """One run: tokens/s of the whole job and of its decode passes, and what the cache says."""
     model = resolve_model(str(setting.model))
-    device = EmulatedDevice(setting.link)
-    device.queues[Lane.CPU] = Stretched(setting.host_slowdown)
+    device = PacedDevice(setting)
     with (
         Checkpoint(setting.model) as checkpoint,
         Engine(checkpoint, spec=model.spec, family=model.family, policy=policy,
@@ -187,8 +233,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", default="1,4,8")
-    parser.add_argument("--link-gb-s", type=float, default=0.5)
-    parser.add_argument("--host-slowdown", type=float, default=3.0)
+    parser.add_argument("--slowdown", type=float, default=100.0)
     parser.add_argument("--memory-share", type=float, default=1 / 3)
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--gen-len", type=int, default=32)
@@ -199,14 +244,17 @@ def main():
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     weights = sum(file.stat().st_size for file in asked.model.glob("*.safetensors"))
-    rate = asked.link_gb_s * 1e9
+    rates = Rates(*(rate / asked.slowdown for rate in astuple(T4_SERVER)))
     link = LinkProfile(name="ablation", memory_bytes=int(weights * asked.memory_share),
-                       h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, latency_s=10e-6)  # fmt: skip
+                       h2d_bytes_per_s=rates.link, d2h_bytes_per_s=rates.link,
+                       latency_s=10e-6)  # fmt: skip
+    spec = resolve_model(str(asked.model)).spec
     results = {}
     for rows in map(int, asked.rows.split(",")):
         setting = Setting(
             model=asked.model,
-            host_slowdown=asked.host_slowdown,
+            rates=rates,
+            expert_bytes=expert_page_bytes(spec),
             link=link,
             rows=rows,
             prompt_len=asked.prompt_len,
@@ -220,8 +268,7 @@ def main():
             "command": " ".join(["python", "tests/benchmarks/ablation.py", *sys.argv[1:]]),
             "date": time.strftime("%Y-%m-%d"),
             "model": asked.model.name,
-            "link_bytes_per_s": rate,
-            "host_slowdown": asked.host_slowdown,
+            "bytes_per_s": asdict(rates),
             "device_memory_bytes": link.memory_bytes,
             "threads_per_lane": asked.threads,
             "torch": torch.__version__,
