@@ -5,31 +5,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moebatch.cli.cached_accelerator import plan_cached
 from moebatch.cli.regime import RegimeOptions
 from moebatch.errors import NoFeasiblePolicy, UsageError
-from moebatch.plan.cached_fit import (
-    DEVICE_EVICTION,
-    DEVICE_PREFETCH_LAYERS,
-    cached_device_bytes,
-    cached_host_memory,
-    fit_cache,
-)
+from moebatch.plan.cached_fit import cached_device_bytes, cached_host_memory
 from moebatch.plan.calibrate import predicted
 from moebatch.plan.device_fit import (
+    ON_DEVICE,
     DevicePlan,
     device_memory,
-    fit,
+    disk_layers,
     host_memory,
+    settle,
     with_disk_layers,
 )
+from moebatch.plan.machine import MachineSpec
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import Plan, memory_of
+from moebatch.plan.optimizer import memory_of
+from moebatch.plan.outlook import Limits, look, predicted_throughput
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.policy import Overrides, Policy
+from moebatch.plan.schedule import Processor
 from moebatch.plan.timeline import chrome_trace
+from moebatch.plan.workload import WorkloadSpec
 from moebatch.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
 
@@ -100,59 +102,65 @@ def check_accelerator(options: AcceleratorOptions) -> None:
                          hint="use --device cpu, or one of: " + ", ".join(STYLES))  # fmt: skip
 
 
-def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
-           fixed: Overrides, budget: int, share: float = 1.0,
-           regime: RegimeOptions = _ANY_REGIME) -> DevicePlan:  # fmt: skip
-    """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
+def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec,
+             compute: "ComputeType", schedule: str | None, fixed: Overrides, budget: int,
+             base_bytes: int, share: float = 1.0,
+             regime: RegimeOptions = _ANY_REGIME) -> DevicePlan:  # fmt: skip
+    """The best policy for this machine with this accelerator, by the hierarchical roofline model.
 
-    `share` of the device's memory is planned with. `regime`: the cache's if that was asked for.
-    What host memory cannot hold of the streamed weights stays on disk, in whole layers.
+    `regime`: the cache's if that was asked for.
+
+    The accelerator is measured first; `machine` are the host's figures. `share` of the device's
+    memory is planned with. What host memory cannot hold of the streamed weights stays on disk.
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
     if regime.regime == "cache":
-        return _fit_cache(device, spec, plan, regime=regime, fixed=fixed, budget=budget,
-                          share=share)  # fmt: skip
-    policy = fit(
-        spec,
-        plan.policy,
-        schedule=schedule or "cgopipe",
-        device_bytes=int(share * device.memory.limit),
-        micro_batch_size=fixed.micro_batch_size,
-        weights_resident=fixed.weights_resident,
-    )
-    for on_disk in range(spec.num_layers + 1):
-        found = with_disk_layers(spec, policy, on_disk)
-        memory = host_memory(spec, found, plan.memory, emulated=device.emulated)
+        return plan_cached(device, spec, workload, machine=machine, compute=compute, fixed=fixed,
+                           budget=budget, base_bytes=base_bytes, share=share, regime=regime)  # fmt: skip
+    from moebatch.runtime.probe_device import measure_device
+
+    processor, link, back = measure_device(device, dtype=spec.weight_dtype, compute=compute)
+    machine = replace(machine, accelerator=processor, link=link, link_back=back)
+    attention: Processor = "gpu" if schedule in ON_DEVICE else "cpu"
+    fixed = replace(fixed, kv_dtype=fixed.kv_dtype or spec.weight_dtype,
+                    attention=attention if schedule else fixed.attention)  # fmt: skip
+    device_bytes = int(share * device.memory.limit)
+    limits = Limits(host=budget, accelerator=device_bytes, reserve=0, usable=1.0)
+    asked = fixed
+    while True:
+        outlook = look(spec, workload, machine, limits=limits, compute=compute, fixed=fixed)
+        for policy in (outlook.policy, *(other for other, _ in outlook.alternatives)):
+            found = settle(spec, policy, schedule=schedule or policy.schedule, fixed=asked,
+                           device_bytes=device_bytes)  # fmt: skip
+            plan = found and _with_host(spec, found, budget=budget, base_bytes=base_bytes,
+                                        emulated=device.emulated)  # fmt: skip
+            if plan:
+                if device.emulated:  # which computes with the host's own cores
+                    return plan
+                rate = predicted_throughput(spec, workload, machine, plan.policy)
+                return replace(plan, throughput=rate)
+        half = outlook.policy.batch_size // 2
+        if asked.batch_size is not None or half == 0:
+            raise NoFeasiblePolicy(
+                f"no policy for this model fits {format_bytes(device_bytes)} of accelerator memory "
+                f"and {format_bytes(budget)} of host memory",
+                hint="raise --gpu-memory or --memory, lower --batch-size, or use --device cpu",
+            )
+        fixed = replace(fixed, batch_size=half)
+
+
+def _with_host(spec: ModelSpec, policy: Policy, *, budget: int, base_bytes: int,
+               emulated: bool) -> DevicePlan | None:  # fmt: skip
+    """The policy with as few layers on disk as host memory allows, None where it never does."""
+    on_host = memory_of(spec, policy, base_bytes=base_bytes)
+    for count in range(disk_layers(spec, policy), spec.num_layers + 1):
+        found = with_disk_layers(spec, policy, count)
+        memory = host_memory(spec, found, on_host, emulated=emulated)
         if memory.total <= budget:
             return DevicePlan(policy=found, memory=memory)
-    raise _too_large_for_host(memory.total, budget)
-
-
-def _fit_cache(device: "Device", spec: ModelSpec, plan: Plan, *, regime: RegimeOptions,
-               fixed: Overrides, budget: int, share: float) -> DevicePlan:  # fmt: skip
-    """The plan of the cache regime: all experts in host memory, some of them on the device."""
-    asked = regime.overrides(spec, fixed)
-    policy = replace(
-        plan.policy,
-        eviction=asked.eviction or DEVICE_EVICTION,
-        prefetch_layers=(
-            DEVICE_PREFETCH_LAYERS if asked.prefetch_layers is None else asked.prefetch_layers
-        ),
-    )
-    found = fit_cache(spec, policy, device_bytes=int(share * device.memory.limit),
-                      capacity=asked.expert_slots)  # fmt: skip
-    memory = cached_host_memory(spec, found, plan.memory, emulated=device.emulated)
-    if memory.total > budget:
-        raise _too_large_for_host(memory.total, budget)
-    return DevicePlan(policy=found, memory=memory)
-
-
-def _too_large_for_host(need: int, budget: int) -> NoFeasiblePolicy:
-    return NoFeasiblePolicy(
-        f"with this accelerator the run needs {format_bytes(need)} of host memory, "
-        f"the budget is {format_bytes(budget)}",
-        hint="raise --memory, or lower --batch-size",
-    )
+        if policy.ffn == "cpu":  # what the host computes must be in its memory
+            return None
+    return None
 
 
 def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int,
@@ -194,8 +202,10 @@ def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> s
     return (
         f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
         f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "
+        f"attention on {policy.attention}, experts on {policy.ffn} · "
         f"{kept} · planned host memory "
         f"{format_bytes(plan.memory.total)} of {format_bytes(budget)}"
+        + (f" · at most {plan.throughput:.1f} tok/s" if plan.throughput else "")
     )
 
 

@@ -14,9 +14,9 @@ from moebatch.cli.accelerator import (
     AcceleratorOptions,
     check_accelerator,
     device_line,
-    fit_to,
     given_plan,
     open_accelerator,
+    plan_for,
     write_trace,
 )
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
@@ -33,6 +33,7 @@ from moebatch.cli.planning import (
 from moebatch.cli.progress import State, View
 from moebatch.cli.regime import refuse_on_device, routing_of
 from moebatch.cli.stop import Stop
+from moebatch.cli.this_machine import this_machine
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
@@ -42,17 +43,19 @@ from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter
-from moebatch.errors import DeviceMemoryFull, Interrupted, NoFeasiblePolicy
+from moebatch.errors import DeviceMemoryFull, Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
 from moebatch.plan.policy import Overrides
+from moebatch.plan.schedule import Processor
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
@@ -208,7 +211,7 @@ class Job:
         if device is not None:
             refuse_on_device(self.resources.regime)
         plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
-                                share=share)  # fmt: skip
+                                share=share, attention=work.attention_before())  # fmt: skip
         view.note(line)
         work.log(line)
         work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
@@ -246,8 +249,9 @@ class Job:
                 done.traced = engine.traced
                 routing.learn(engine.expert_tokens)
 
-    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
-              budget: int, share: float) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
+              threads: int, budget: int, share: float,
+              attention: Processor | None) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
         """The plan, and the line that says what it is."""
         from moebatch.runtime import host
 
@@ -256,24 +260,16 @@ class Job:
             policy = overridden(resources.policy, resources.overrides)
             given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
             return given, device_line(self.model.name, device, given, budget)
-        while True:
+        if device is None:
             planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
-                               budget=budget, base_bytes=base,
-                               device=device is not None)  # fmt: skip
-            if device is None:
-                return planned, plan_line(self.model.name, spec, planned, budget)
-            try:
-                fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
-                                fixed=resources.overrides, budget=budget, share=share,
-                                regime=resources.regime)  # fmt: skip
-            except NoFeasiblePolicy:
-                half = planned.policy.batch_size // 2
-                if self.resources.overrides.batch_size is not None or half == 0:
-                    raise
-                fewer = replace(resources.overrides, batch_size=half)
-                resources = replace(resources, overrides=fewer)
-            else:
-                return fitted, device_line(self.model.name, device, fitted, budget)
+                               budget=budget, base_bytes=base)  # fmt: skip
+            return planned, plan_line(self.model.name, spec, planned, budget)
+        fixed = replace(resources.overrides, attention=attention)
+        fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
+                          compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
+                          budget=budget, base_bytes=base, share=share,
+                          regime=resources.regime)  # fmt: skip
+        return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
         start = "planned" if self.resources.policy is None else "file"

@@ -23,19 +23,15 @@ from moebatch.units import format_bytes, format_duration
 
 
 def plan_run(model: LocalModel, workload: WorkloadSpec, resources: ResourceOptions, *, compute: str,
-             threads: int, budget: int, base_bytes: int, device: bool = False) -> Plan:  # fmt: skip
+             threads: int, budget: int, base_bytes: int) -> Plan:  # fmt: skip
     """The plan of a run on this machine. Where weights are streamed, their own disk is measured.
-
-    `device`: the plan is for the host of an accelerator, which streams.
 
     Raises: NoFeasiblePolicy when nothing fits; UsageError for a policy that cannot run here.
     """
     machine = this_machine(threads=threads)
 
     fixed = resources.regime.overrides(model.spec, resources.overrides)
-    if device:
-        fixed = replace(resources.overrides, regime="stream")
-    shares = None if device else known_shares(model)
+    shares = known_shares(model)
 
     def plan(machine: MachineSpec) -> Plan:
         if resources.policy is not None:

@@ -63,7 +63,7 @@ class Policy:
     weight_dtype: str | None = None
     regime: Regime = "stream"
     expert_slots: int = 0
-    eviction: EvictionName = "lru"
+    eviction: EvictionName = "mrs"
     prefetch_layers: int = 3
     tail_rows: int = 0
     misses: Misses = "balanced"

@@ -13,6 +13,7 @@ import numpy as np
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan import cost
 from moebatch.plan.cache_time import CacheTime, cache_memory
+from moebatch.plan.eviction import EvictionName
 from moebatch.plan.host_time import HostTime, PassLoad
 from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.memory import kv_block_bytes
@@ -29,6 +30,7 @@ from moebatch.plan.policy import KV_BLOCK_TOKENS, Overrides, Policy
 from moebatch.plan.search_host import HostModel, candidates, infeasible, most_blocks, pass_sizes
 from moebatch.plan.workload import WorkloadSpec
 
+EVICTION: EvictionName = "mrs"  # unless the user says otherwise
 _SPARE = 2  # experts on their way beside those that are kept
 _CLEARLY = 0.95  # of two regimes the planner leaves streaming only for one that is this much faster
 
@@ -138,7 +140,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
             batch_size=batch, micro_batch_size=micro, prefill_tokens=prefill, page_slots=spare,
             kv_blocks=blocks, kv_dtype=kv_dtype, regime="cache", expert_slots=slots,
             weights_resident=float(attention[k] / num_pages(spec)),
-            eviction=fixed.eviction or "lru",
+            eviction=fixed.eviction or EVICTION,
             prefetch_layers=3 if fixed.prefetch_layers is None else fixed.prefetch_layers,
         ), least  # fmt: skip
     return None, least
@@ -172,7 +174,7 @@ def with_tail(asked: Question, plan: Plan) -> Plan:
     fixed = asked.fixed
     policy = replace(
         plan.policy, tail_rows=rows, expert_slots=int(tail_slots(asked, plan, rows)),
-        eviction=fixed.eviction or "lru",
+        eviction=fixed.eviction or EVICTION,
         prefetch_layers=3 if fixed.prefetch_layers is None else fixed.prefetch_layers,
     )  # fmt: skip
     job = job_time(asked.spec, asked.workload, policy, machine=asked.machine,
@@ -208,7 +210,7 @@ def _first_loss(asked: Question, rows: Numbers, *, attention: int, experts: int,
                     micro_batches=np.ceil(rows / micro_batch))  # fmt: skip
     streaming = HostTime(spec, machine, compute=compute, kv_dtype=kv_dtype)
     caching = CacheTime(spec, machine, compute=compute, kv_dtype=kv_dtype,
-                        eviction=asked.fixed.eviction or "lru", shares=asked.shares)  # fmt: skip
+                        eviction=asked.fixed.eviction or EVICTION, shares=asked.shares)  # fmt: skip
     streamed = streaming.seconds(load, attention_pages=attention, expert_pages=experts).total
     if asked.shares is None:
         cached = caching.seconds(load, attention_pages=attention, expert_pages=slots).total
