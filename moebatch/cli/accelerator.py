@@ -115,8 +115,10 @@ def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machi
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
     if regime.regime == "cache":
-        return plan_cached(device, spec, workload, machine=machine, compute=compute, fixed=fixed,
-                           budget=budget, base_bytes=base_bytes, share=share, regime=regime)  # fmt: skip
+        return plan_cached(
+            device, spec, workload, machine=machine, compute=compute, fixed=fixed, budget=budget,
+            base_bytes=base_bytes, share=share, regime=regime,
+        )  # fmt: skip
     from moebatch.runtime.probe_device import measure_device
 
     processor, link, back = measure_device(device, dtype=spec.weight_dtype, compute=compute)

@@ -211,7 +211,8 @@ def run(setting, rounds, only):
             print(f"{setting.rows} rows, round {number}, {name}: {found['tokens_per_s']:.2f} "
                   f"tokens/s (decode {found['decode_tokens_per_s']:.2f}), hits "
                   f"{found.get('hit_rate', 0):.1%}, link {found['link_bytes'] / 1e9:.2f} GB, "
-                  f"{found.get('computed')} {found.get('brought')} same {found['same_text']}",
+                  f"{found.get('computed')} {found.get('brought')} prefetched "
+                  f"{found.get('prefetch_hits')}/{found.get('prefetched')} same {found['same_text']}",
                   file=sys.stderr, flush=True)  # fmt: skip
     return best
 
