@@ -117,7 +117,7 @@ def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machi
     if regime.regime == "cache":
         return plan_cached(
             device, spec, workload, machine=machine, compute=compute, fixed=fixed, budget=budget,
-            base_bytes=base_bytes, share=share, regime=regime,
+            base_bytes=base_bytes, share=share, regime=regime, schedule=schedule,
         )  # fmt: skip
     from moebatch.runtime.probe_device import measure_device
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebatch.cli.regime import RegimeOptions
-from moebatch.errors import NoFeasiblePolicy
+from moebatch.errors import NoFeasiblePolicy, UsageError
 from moebatch.plan.cached_fit import (
     DEVICE_EVICTION,
     DEVICE_PREFETCH_LAYERS,
@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 
 def plan_cached(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec,
                 compute: "ComputeType", fixed: Overrides, budget: int, base_bytes: int,
-                share: float, regime: RegimeOptions) -> DevicePlan:  # fmt: skip
+                share: float, regime: RegimeOptions, schedule: str | None) -> DevicePlan:  # fmt: skip
     """The host's batch, halved until caches and experts fit; the rest of the device is for experts.
 
-    Raises: NoFeasiblePolicy when the memory of either does not do.
+    Raises: NoFeasiblePolicy when the memory of either does not do; UsageError for what has no
+    effect in this regime.
     """
+    for option, given in (("--schedule", schedule), ("--weights-resident", fixed.weights_resident)):
+        if given is not None:
+            raise UsageError(f"{option} has no meaning with --regime cache",
+                             hint="leave one of them away")  # fmt: skip
     asked = regime.overrides(spec, fixed)
-    host = replace(fixed, kv_dtype=fixed.kv_dtype or spec.weight_dtype)
+    host = replace(fixed, kv_dtype=fixed.kv_dtype or spec.weight_dtype, attention=None, ffn=None)
     while True:
         policy = choose(spec, workload, machine=machine, compute=compute, memory_bytes=budget,
                         base_bytes=base_bytes, fixed=host)  # fmt: skip
@@ -44,7 +49,8 @@ def plan_cached(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, ma
         )
         try:
             found = fit_cache(spec, changed, device_bytes=int(share * device.memory.limit),
-                              capacity=asked.expert_slots)  # fmt: skip
+                              capacity=asked.expert_slots,
+                              attention=fixed.attention)  # fmt: skip
             memory = cached_host_memory(spec, found, policy.memory, emulated=device.emulated)
             if memory.total > budget:
                 raise NoFeasiblePolicy(

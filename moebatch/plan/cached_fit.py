@@ -44,17 +44,20 @@ def other_bytes(spec: ModelSpec, policy: Policy) -> int:
     return attention + used.total - used.resident_weights - used.layer_buffers + results
 
 
-def fit_cache(spec: ModelSpec, policy: Policy, *, device_bytes: int,
-              capacity: int | None = None) -> Policy:  # fmt: skip
+def fit_cache(spec: ModelSpec, policy: Policy, *, device_bytes: int, capacity: int | None = None,
+              attention: Processor | None = None) -> Policy:  # fmt: skip
     """The policy on a device: the KV cache there if it fits, and slots in what is left.
 
-    `capacity` fixes the number of experts. Raises: NoFeasiblePolicy when not even all but the
-    experts fits, or not as many experts as were asked for.
+    `capacity` fixes the number of experts, `attention` who attends.
+    Raises: NoFeasiblePolicy when not even all but the experts fits, or not as many experts as were
+    asked for.
     """
     slot = _slot_bytes(spec)
     choices: list[tuple[Processor, int]] = [("gpu", capacity or 1), ("cpu", capacity or 0)]
-    for attention, wanted in choices:
-        found = cached_policy(replace(policy, attention=attention))
+    for processor, wanted in choices:
+        if attention not in (None, processor):
+            continue
+        found = cached_policy(replace(policy, attention=processor))
         other = other_bytes(spec, found)
         if other + wanted * slot <= device_bytes:
             room = min((device_bytes - other) // slot, spec.num_expert_pages)
