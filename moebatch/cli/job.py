@@ -281,7 +281,8 @@ class Job:
         fixed = replace(resources.overrides, attention=attention)
         fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
                           compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
-                          budget=budget, base_bytes=base, share=share)  # fmt: skip
+                          budget=budget, base_bytes=base, share=share,
+                          regime=resources.regime)  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:

@@ -96,10 +96,13 @@ def _cache_size(text: str) -> tuple[int, bool] | None:
 
 
 def refuse_on_device(asked: RegimeOptions) -> None:
-    """Raises: UsageError for options of the host's cache where an accelerator computes."""
-    if asked.given:
-        raise UsageError(f"{asked.given} is for machines without an accelerator",
+    """Raises: UsageError for options that have no effect where an accelerator computes."""
+    if asked.routing_trace is not None:
+        raise UsageError("--routing-trace is for machines without an accelerator",
                          hint="add --device cpu, or leave it away")  # fmt: skip
+    if asked.given and asked.regime != "cache":
+        raise UsageError(f"with an accelerator {asked.given} needs --regime cache",
+                         hint="add --regime cache, or leave it away")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,30 @@ def expert_results(hidden: Tensor, rows: ExpertRows, expert: Expert,
         yield tokens, swiglu(hidden.index_select(0, tokens), expert) * rows.weights[part]
 
 
+def write_expert(results: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:
+    """Write one expert's weighted results to its rows of results [R, D], for `add_routed`."""
+    first = rows.starts[expert.index]
+    for tokens, result in expert_results(hidden, rows, expert):
+        results[first : first + tokens.shape[0]] = result
+        first += tokens.shape[0]
+
+
+def add_routed(output: Tensor, results: Tensor, rows: ExpertRows) -> None:
+    """Add the weighted results [R, D] of all routed rows at once: bit for bit as `add_expert` does.
+
+    Every token must have the same number of rows.
+    """
+    if not results.shape[0]:
+        return
+    tokens = torch.unique(rows.tokens)
+    # Rows are sorted by expert, so each token's rows come in ascending order of their experts.
+    order = torch.argsort(rows.tokens, stable=True).view(tokens.shape[0], -1)
+    total = output.index_select(0, tokens)
+    for k in range(order.shape[1]):
+        total += results.index_select(0, order[:, k])
+    output.index_copy_(0, tokens, total)
+
+
 def ffn_plain(hidden: Tensor, weights: Tensor, experts: Tensor,
               matrices: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:  # fmt: skip
     """The reference form: token by token, expert by expert; gate, up, down of each expert."""

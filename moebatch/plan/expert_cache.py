@@ -70,6 +70,11 @@ class ExpertCache:
         """What is there, in ascending order."""
         return [(int(i), int(e)) for i, e in np.argwhere(self._inside)]
 
+    @property
+    def num_evictable(self) -> int:
+        """Experts that are there and not pinned."""
+        return int(np.count_nonzero(self._inside & (self._pins == 0)))
+
     def look_up(self, visit: Visit) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """A layer needs experts: (those that are there, those that are not). Counts, and teaches."""
         self._step += 1

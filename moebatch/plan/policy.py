@@ -10,6 +10,7 @@ from typing import Literal
 
 from moebatch.errors import UsageError
 from moebatch.plan.eviction import EVICTIONS, EvictionName
+from moebatch.plan.hybrid import MISSES, Misses
 from moebatch.plan.model_spec import DTYPE_BYTES
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.schedule import Processor
@@ -23,6 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("zigzag", *STYLES),
     "regime": ("stream", "cache"),
     "eviction": EVICTIONS,
+    "misses": MISSES,
 }
 
 
@@ -40,7 +42,8 @@ class Policy:
     In the "cache" regime of few rows only experts that have tokens are read: `expert_slots` of them are
     kept, whoever is worth least by `eviction` leaves, and routers of the next `prefetch_layers` layers
     say what to read ahead. In the "stream" regime the job's tail changes over to that cache once no
-    more than `tail_rows` rows are left; 0: it never does.
+    more than `tail_rows` rows are left; 0: it never does. With an accelerator `misses` says who
+    computes what is not in its cache; `keep_computed`: what the host did is brought for later.
     """
 
     batch_size: int
@@ -63,6 +66,8 @@ class Policy:
     eviction: EvictionName = "mrs"
     prefetch_layers: int = 3
     tail_rows: int = 0
+    misses: Misses = "balanced"
+    keep_computed: bool = True
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""
@@ -82,6 +87,10 @@ class Policy:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
                 raise UsageError(f"policy: {name} is {value!r}, must be 0 to 1")
+        if type(self.keep_computed) is not bool:
+            raise UsageError(
+                f"policy: keep_computed is {self.keep_computed!r}, must be true or false"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"policy: {name} is {getattr(self, name)!r}",

@@ -27,7 +27,7 @@ from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device, closed_on_error, memory_errors
-from moebatch.runtime.device_backend import DeviceBackend
+from moebatch.runtime.device_regime import device_backend, device_regime_facts
 from moebatch.runtime.host import return_freed_memory
 from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
 from moebatch.runtime.routing_log import RoutingLog
@@ -124,9 +124,9 @@ class Engine:
             )  # fmt: skip
         else:
             with memory_errors(), closed_on_error(device):
-                self._backend = DeviceBackend(
+                self._backend = device_backend(
                     checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                    device=device, interrupted=interrupted,
+                    device=device, profile=profile, interrupted=interrupted,
                 )  # fmt: skip
         self._kv = self._backend.kv
         self._interrupted = interrupted
@@ -212,8 +212,8 @@ class Engine:
 
     @property
     def regime(self) -> RegimeFacts | None:
-        """What the regimes of the host did; None on an accelerator."""
-        return regime_facts(self._backend, self._policy)
+        """What the regimes did."""
+        return regime_facts(self._backend, self._policy) or device_regime_facts(self._backend)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Which backend computes on the host: streaming whole layers, a cache of experts, or one and then the
 other at the tail of a job."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from moebatch.runtime.routing_log import RoutingLog
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegimeFacts:
     """What a report says: the regime that was begun with, the pass before which it was left for the
-    cache (0 is the first; None: never), and what the cache found."""
+    cache (0 is the first; None: never), and what the cache found. `lanes`: who computed the experts,
+    where there is an accelerator."""
 
     regime: str
     changed_before_pass: int | None = None
     counts: CacheCounts | None = None
     expert_slots: int = 0
+    lanes: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; what the cache found only where there was one."""
@@ -39,7 +41,7 @@ class RegimeFacts:
         if self.counts is None:
             return found
         return {**found, "expert_slots": self.expert_slots, **asdict(self.counts),
-                "hit_rate": self.counts.hit_rate}  # fmt: skip
+                "hit_rate": self.counts.hit_rate, **(self.lanes or {})}  # fmt: skip
 
 
 class TailBackend:
