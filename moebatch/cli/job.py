@@ -56,6 +56,7 @@ from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
     from moebatch.model.linear import ComputeType
+    from moebatch.runtime.arithmetic import Arithmetic
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
@@ -198,24 +199,29 @@ class Job:
         share: float, stats: "EngineStats | None",
     ) -> None:  # fmt: skip
         """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
-        from moebatch.runtime import host
-        from moebatch.runtime.engine import Engine, compute_type, use_threads
+        from moebatch.runtime import arithmetic, host
+        from moebatch.runtime.engine import Engine
 
-        compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
-        threads = use_threads(self.resources.cpu_threads or host.num_cores())
+        device = open_accelerator(self.accelerator)
+        how = arithmetic.prepare(
+            dtype=self.resources.dtype, quantization=self.resources.quantization,
+            weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
+            threads=self.resources.cpu_threads or host.num_cores(),
+        )  # fmt: skip
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
         workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
-        device = open_accelerator(self.accelerator)
         if device is not None:
             refuse_on_device(self.resources.regime)
-        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
-                                share=share, attention=work.attention_before())  # fmt: skip
+        plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
+                                budget=budget, share=share,
+                                attention=work.attention_before())  # fmt: skip
         view.note(line)
         work.log(line)
-        work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
-                          "attention": plan.policy.attention})  # fmt: skip
+        work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
+                          "attention": plan.policy.attention, "kernels": how.variant,
+                          "quantization": how.quantization})  # fmt: skip
         with (
             routing_of(self.model, self.resources.regime) as routing,
             Engine(
@@ -223,11 +229,10 @@ class Job:
                 spec=self.model.spec,
                 family=self.model.family,
                 policy=plan.policy,
-                open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-                decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-                eos_token_ids=self.model.eos_token_ids,
-                max_model_len=self.max_model_len,
-                compute=compute,
+                **self._text(tokenizer),
+                compute=how.compute,
+                kernels=how.kernels,
+                quantization=how.quantization,
                 device=device,
                 stats=stats,
                 profile=routing.profile,
@@ -238,16 +243,25 @@ class Job:
         ):
             try:
                 with flow.stop.immediate():
-                    engine.load(threads=min(threads, LOADERS), progress=view.loading)
+                    engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
             except DeviceMemoryFull:
                 done.unanswered, done.stats = engine.unanswered(), engine.stats
                 raise
             finally:
-                done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
+                done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
                 routing.learn(engine.expert_tokens)
+
+    def _text(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What an engine needs to know of text."""
+        return {
+            "open_stream": lambda skip: tokenizer.stream(skip_special_tokens=skip),
+            "decode": lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+            "eos_token_ids": self.model.eos_token_ids,
+            "max_model_len": self.max_model_len,
+        }
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
               threads: int, budget: int, share: float,
@@ -291,7 +305,8 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine={**host.describe(), "gpu": done.device},
+            quantization=self.resources.quantization,
+            machine={**host.describe(), "gpu": done.device, "kernels": done.kernels},
             plan=done.plan,
             policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
@@ -308,7 +323,7 @@ class Job:
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
             expert_cache=done.expert_cache,
-            warnings=flow.warnings,
+            warnings=[*flow.warnings, *done.warnings],
         )
 
 
@@ -319,6 +334,8 @@ class Computed:
     plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
+    kernels: str | None = None
+    warnings: Sequence[str] = ()
     device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -332,13 +349,15 @@ class Computed:
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
-           compute: str) -> "Computed":  # fmt: skip
+           how: "Arithmetic") -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
             plan=plan,
             budget=budget,
-            compute=compute,
+            compute=how.compute,
+            kernels=how.variant,
+            warnings=how.warnings,
             device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,

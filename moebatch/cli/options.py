@@ -270,6 +270,11 @@ RoutingTrace = Annotated[
     typer.Option(help="Record which experts tokens chose, for moebatch replay.",
                  rich_help_panel=_REPORTING),
 ]  # fmt: skip
+Quantization = Annotated[
+    str,
+    typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
+                 " loaded.", rich_help_panel=_RESOURCES),
+]  # fmt: skip
 KvCacheDtype = Annotated[
     str,
     typer.Option(help="auto (the weights'), float32, bfloat16 or float16.",
@@ -343,6 +348,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("none", "int8"),
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),

@@ -88,7 +88,7 @@ def plan(
     if dataset and workload:
         raise UsageError("give a DATASET or --workload, not both")
     opt.check_choices(dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention=attention, ffn=ffn,
-                  policy_space=policy_space, regime=regime, eviction=eviction)  # fmt: skip
+                  policy_space=policy_space)  # fmt: skip
     if plot is not None:
         plan_view.check_plot(plot)
     asked = plan_asked.Asked.read(

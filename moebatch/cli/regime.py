@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moebatch.cli.options import check_choices
 from moebatch.cli.this_machine import cache_directory
 from moebatch.data import durable
 from moebatch.errors import ModelError, UsageError
@@ -60,6 +61,7 @@ def regime_options(*, regime: str, expert_cache: str, eviction: str,
 
     Raises: UsageError for values out of range, and for those that contradict each other.
     """
+    check_choices(regime=regime, eviction=eviction)
     if prefetch_layers is not None and not 0 <= prefetch_layers <= _MOST_LAYERS:
         raise UsageError(f"--prefetch-layers must be from 0 to {_MOST_LAYERS}")
     known: dict[str, EvictionName] = {name: name for name in EVICTIONS}

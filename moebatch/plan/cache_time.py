@@ -42,17 +42,17 @@ class CacheTime(HostTime):
         """`shares` [L, E]: of each layer's tokens, how they spread; None: evenly."""
         super().__init__(spec, machine, compute=compute, kv_dtype=kv_dtype)
         self._eviction = eviction
-        self._chances = None
+        self._chances: Numbers | None = None  # of each expert, for one token; ascending
         if shares is not None:
             sparse = [i for i in range(spec.num_layers) if i not in spec.dense_layers]
-            self._chances = np.minimum(1.0, shares[sparse].ravel() * spec.top_k)
+            self._chances = np.sort(np.minimum(1.0, shares[sparse].ravel() * spec.top_k))
 
     def touched(self, tokens: Amount) -> Amount:
         """Expected experts of all layers that a pass asks for."""
         if self._chances is None:
             layers = self._spec.num_layers - len(self._spec.dense_layers)
             return layers * cost.distinct_experts(self._spec, np.asarray(tokens, dtype=float))
-        return self._asked(tokens).sum(axis=-1)
+        return self._asked_for(tokens, 0.0)
 
     def misses(self, tokens: Amount, slots: Amount) -> Amount:
         """Expected experts of a pass that are not among the `slots` that are kept.
@@ -60,23 +60,26 @@ class CacheTime(HostTime):
         Kept are the likeliest; without shares all are, and any choice is as good. LRU keeps nothing of
         use where a pass asks for more than there are slots: whatever comes round again has just left.
         """
-        touched = self.touched(tokens)
+        touched, total = self.touched(tokens), max(1, self._spec.num_expert_pages)
         if self._chances is None:
-            missed = touched * (1.0 - np.minimum(1.0, slots / max(1, self._spec.num_expert_pages)))
+            missed = touched * (1.0 - np.minimum(1.0, slots / total))
         else:
-            asked = self._asked(tokens)
-            missed = np.sort(asked, axis=-1)[..., : max(0, asked.shape[-1] - int(slots))].sum(-1)
+            missed = self._asked_for(tokens, slots)
         if self._eviction == "lru":
-            kept_nothing = (touched > slots) & (slots < self._spec.num_expert_pages)
-            missed = np.where(kept_nothing, touched, missed)
+            missed = np.where((touched > slots) & (slots < total), touched, missed)
         return missed
 
-    def _asked(self, tokens: Amount) -> Numbers:
-        """The chance of every expert to be asked for in a pass [..., layers E]."""
+    def _asked_for(self, tokens: Amount, without: Amount) -> Numbers:
+        """Expected experts that a pass asks for, `without` so many of the likeliest."""
         assert self._chances is not None
-        count = np.asarray(tokens, dtype=float)[..., None]
-        asked: Numbers = 1.0 - np.power(1.0 - self._chances, count)
-        return asked
+        counts, leave_out = np.broadcast_arrays(np.asarray(tokens, dtype=float), without)
+        found = np.zeros(counts.shape)
+        for count in np.unique(counts):  # many passes, but few numbers of tokens
+            asked = 1.0 - np.power(1.0 - self._chances, count)
+            left = np.concatenate(([0.0], np.cumsum(asked)))  # of the least likely ones
+            here = counts == count
+            found[here] = left[np.maximum(0, asked.size - leave_out[here].astype(int))]
+        return found
 
     def seconds(
         self, load: PassLoad, *, attention_pages: Amount, expert_pages: Amount

@@ -15,6 +15,7 @@ from moebatch.plan import cost
 from moebatch.plan.cache_time import CacheTime, cache_memory
 from moebatch.plan.eviction import EvictionName
 from moebatch.plan.host_time import HostTime, PassLoad
+from moebatch.plan.job_time import JobTime
 from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.memory import kv_block_bytes
 from moebatch.plan.model_spec import ModelSpec
@@ -27,11 +28,22 @@ from moebatch.plan.optimizer import (
     resident_pages,
 )
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Overrides, Policy
-from moebatch.plan.search_host import HostModel, candidates, infeasible, most_blocks, pass_sizes
+from moebatch.plan.search_host import (
+    Candidates,
+    HostModel,
+    candidates,
+    infeasible,
+    most_blocks,
+    pass_sizes,
+)
 from moebatch.plan.workload import WorkloadSpec
 
 EVICTION: EvictionName = "mrs"  # unless the user says otherwise
 _SPARE = 2  # experts on their way beside those that are kept
+_FOLLOWED = 2  # candidates whose passes are followed one by one
+_SWEEP = (
+    0.95  # a pass that touches this share of the experts reads all: there caching means nothing
+)
 _CLEARLY = 0.95  # of two regimes the planner leaves streaming only for one that is this much faster
 
 
@@ -67,38 +79,63 @@ def choose_regime(asked: Question) -> Plan:
         cached = cache_plan(asked)
     except NoFeasiblePolicy:
         return streamed
-    if cached.job.total_s < _CLEARLY * streamed.job.total_s:
+    if (
+        cost.distinct_experts(asked.spec, cached.policy.batch_size)
+        > _SWEEP * asked.spec.num_experts
+    ):
+        return streamed
+    rows = asked.workload.num_sequences
+    few = rows is not None and streamed.crossover is not None and rows <= streamed.crossover
+    # Of few rows nearly all passes are the tail's: then both are nearly the same.
+    if streamed.job.throughput < cached.job.throughput * (1 / _CLEARLY if few else _CLEARLY):
         others = ((streamed.policy, streamed.job.throughput), *streamed.alternatives)
         return replace(cached, crossover=streamed.crossover, alternatives=others[:6])
     return streamed
 
 
 def cache_plan(asked: Question) -> Plan:
-    """The best policy of the cache regime.
+    """The best policy of the cache regime: of the best by the search's estimate, followed pass by pass.
 
     Raises: NoFeasiblePolicy.
     """
-    found = []
+    spec, workload = asked.spec, asked.workload
+    found: list[tuple[float, Policy]] = []
     least = np.inf
     for batch, prefill in _sizes(asked):
         policy, need = _cache_policy(asked, batch, prefill)
         least = min(least, need)
         if policy is not None:
-            found.append((_job_s(asked, policy), policy))
+            found.append((_estimate(asked, policy), policy))
     if not found:
         raise infeasible(float(least), asked.memory_bytes)
-    found.sort(key=lambda one: one[0])
-    policy = found[0][1]
-    memory = memory_of(asked.spec, policy, base_bytes=asked.base_bytes, workload=asked.workload)
-    job = job_time(asked.spec, asked.workload, policy, machine=asked.machine,
-                   compute=asked.compute, shares=asked.shares)  # fmt: skip
-    return Plan(policy=policy, memory=memory, job=job)
+    found.sort(key=lambda one: -one[0])
+    policies = [policy for _, policy in found[:_FOLLOWED]]
+    jobs = [_job(asked, policy) for policy in policies]
+    best = max(range(len(jobs)), key=lambda k: jobs[k].throughput)
+    policy = policies[best]
+    memory = memory_of(spec, policy, base_bytes=asked.base_bytes, workload=workload)
+    return Plan(policy=policy, memory=memory, job=jobs[best])
 
 
-def _job_s(asked: Question, policy: Policy) -> float:
-    job = job_time(asked.spec, asked.workload, policy, machine=asked.machine,
-                   compute=asked.compute, shares=asked.shares)  # fmt: skip
-    return job.total_s
+def _job(asked: Question, policy: Policy) -> JobTime:
+    return job_time(asked.spec, asked.workload, policy, machine=asked.machine,
+                    compute=asked.compute, shares=asked.shares)  # fmt: skip
+
+
+def _estimate(asked: Question, policy: Policy) -> float:
+    """Tokens per second of a long job, by the formula of the search on the host."""
+    model = _host_model(asked, policy.kv_dtype)
+    model.time = CacheTime(asked.spec, asked.machine, compute=asked.compute,
+                           kv_dtype=policy.kv_dtype, eviction=policy.eviction,
+                           shares=asked.shares)  # fmt: skip
+    attention = resident_pages(asked.spec, policy)[0]
+    numbers = (policy.batch_size, policy.prefill_tokens, attention, policy.expert_slots)
+    return float(model.throughput(Candidates(*(np.array([float(n)]) for n in numbers)))[0])
+
+
+def _host_model(asked: Question, kv_dtype: str) -> HostModel:
+    return HostModel(asked.spec, asked.workload, asked.machine, compute=asked.compute,
+                     kv_dtype=kv_dtype, base_bytes=asked.base_bytes)  # fmt: skip
 
 
 def _sizes(asked: Question) -> list[tuple[int, int]]:
@@ -117,8 +154,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
     """The policy with the most slots that fit; None where not even none fit, and what would do."""
     spec, fixed = asked.spec, asked.fixed
     kv_dtype = fixed.kv_dtype or spec.weight_dtype
-    model = HostModel(spec, asked.workload, asked.machine, compute=asked.compute,
-                      kv_dtype=kv_dtype, base_bytes=asked.base_bytes)  # fmt: skip
+    model = _host_model(asked, kv_dtype)
     blocks = max(int(model.kv_blocks(batch)), min(most_blocks(asked.workload, batch), 64 * batch))
     micro = min(fixed.micro_batch_size or 64, batch)
     least = np.inf
@@ -177,9 +213,7 @@ def with_tail(asked: Question, plan: Plan) -> Plan:
         eviction=fixed.eviction or EVICTION,
         prefetch_layers=3 if fixed.prefetch_layers is None else fixed.prefetch_layers,
     )  # fmt: skip
-    job = job_time(asked.spec, asked.workload, policy, machine=asked.machine,
-                   compute=asked.compute, shares=asked.shares)  # fmt: skip
-    return replace(plan, policy=policy, job=job, crossover=rows)
+    return replace(plan, policy=policy, job=_job(asked, policy), crossover=rows)
 
 
 def crossover(asked: Question, plan: Plan) -> int:
@@ -212,14 +246,7 @@ def _first_loss(asked: Question, rows: Numbers, *, attention: int, experts: int,
     caching = CacheTime(spec, machine, compute=compute, kv_dtype=kv_dtype,
                         eviction=asked.fixed.eviction or EVICTION, shares=asked.shares)  # fmt: skip
     streamed = streaming.seconds(load, attention_pages=attention, expert_pages=experts).total
-    if asked.shares is None:
-        cached = caching.seconds(load, attention_pages=attention, expert_pages=slots).total
-    else:  # each number of slots keeps other experts
-        cached = np.array([
-            caching.seconds(PassLoad(rows=r, context=r * asked.workload.mean_context, sampled=r),
-                            attention_pages=attention, expert_pages=s).total
-            for r, s in zip(rows, slots, strict=True)
-        ]).ravel()  # fmt: skip
+    cached = caching.seconds(load, attention_pages=attention, expert_pages=slots).total
     slower = np.flatnonzero(cached >= np.broadcast_to(streamed, cached.shape))
     return int(slower[0]) if slower.size else int(rows.size)
 

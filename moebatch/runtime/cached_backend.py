@@ -8,7 +8,8 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
-from moebatch.model.linear import ComputeType
+from moebatch.model.linear import ComputeType, Quantization
+from moebatch.native.kernels import Kernels
 from moebatch.plan.eviction import eviction, preload_order, shares_of
 from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.model_spec import ModelSpec
@@ -21,6 +22,7 @@ from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.cached_forward import CachedForward
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.expert_store import ExpertStore
+from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.weight_store import WeightStore
 
@@ -33,7 +35,8 @@ class CachedHostBackend:
     one_by_one = True
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 compute: ComputeType, profile: Profile | None = None,
+                 compute: ComputeType, kernels: Kernels | None = None,
+                 quantization: Quantization = "none", profile: Profile | None = None,
                  log: RoutingLog | None = None, before: HostBackend | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Reserve the KV cache; weights take their memory as they are read.
@@ -47,18 +50,19 @@ class CachedHostBackend:
         self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
         self._store = WeightStore(
             checkpoint, spec=spec, family=family, table=self._table, page_slots=self._page_slots,
-            compute=compute,
+            compute=compute, kernels=kernels, quantization=quantization,
         ) if before is None else before.store  # fmt: skip
         self._experts = ExpertStore(
-            checkpoint, spec=spec, family=family, compute=compute, capacity=policy.expert_slots,
-            spare=policy.page_slots, interrupted=interrupted,
+            checkpoint, spec=spec, family=family, view=self._store.view, copies=self._store.copies,
+            capacity=policy.expert_slots, spare=policy.page_slots, interrupted=interrupted,
             eviction=eviction(policy.eviction, num_layers=spec.num_layers,
                               num_experts=spec.num_experts),
         )  # fmt: skip
         self.kv = before.kv if before else host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
+        self._native = attends_natively(spec, kernels)
         self._forward = CachedForward(
-            spec=spec, store=self._store, kv=self.kv, experts=self._experts,
+            spec=spec, store=self._store, kv=self.kv, experts=self._experts, kernels=kernels,
             prefetch_layers=policy.prefetch_layers, routed=None if log is None else log.routed,
         )  # fmt: skip
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
@@ -95,7 +99,8 @@ class CachedHostBackend:
         self, groups: Sequence[Sequence[Segment]], *, all_logits: bool = False
     ) -> PassResult:
         """See Backend."""
-        one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows)
+        one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows,
+                         native=self._native)  # fmt: skip
         self._forward.begin(one, wanted=None if all_logits else wanted_of(one.last_tokens))
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)

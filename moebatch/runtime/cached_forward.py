@@ -6,12 +6,13 @@ Shapes: T tokens, D hidden_size, E experts, K top_k.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from torch import Tensor
 
-from moebatch.model.experts import add_expert, expert_results
+from moebatch.model.experts import Expert, add_experts, expert_results
 from moebatch.model.router import ExpertRows, route
+from moebatch.native.kernels import Kernels
 from moebatch.plan.cache_time import STASH_BYTES
 from moebatch.plan.eviction import ExpertId, Visit
 from moebatch.plan.model_spec import ModelSpec
@@ -29,9 +30,10 @@ class CachedForward(Forward):
     """Handlers for schedules in which expert page 1 of a layer stands for all of its experts."""
 
     def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache, experts: ExpertStore,
-                 prefetch_layers: int, routed: Routed | None = None) -> None:  # fmt: skip
+                 prefetch_layers: int, kernels: Kernels | None = None,
+                 routed: Routed | None = None) -> None:  # fmt: skip
         """`prefetch_layers`: for how many layers ahead experts are predicted."""
-        super().__init__(spec=spec, store=store, kv=kv, routed=routed)
+        super().__init__(spec=spec, store=store, kv=kv, kernels=kernels, routed=routed)
         self._expert_store, self._prefetch_layers = experts, prefetch_layers
         self._wants_scores = self._wants_scores or experts.cache.eviction.needs_scores
 
@@ -57,26 +59,43 @@ class CachedForward(Forward):
         waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
         room = STASH_BYTES
         while left:
-            first = left[0]
-            if first in waiting:
+            if left[0] in waiting:
                 for tokens, result in waiting.pop(left.popleft()):
                     self._hidden.index_add_(0, tokens, result)
                     room += result.nbytes
                 continue
-            if (expert := store.ready((layer, first))) is not None:
-                add_expert(self._hidden, self._normed, rows, expert)
-                store.release((layer, left.popleft()))
+            if ready := self._ready(layer, left, waiting):
+                add_experts(self._hidden, self._normed, rows, ready)
+                for expert in ready:
+                    store.release((layer, expert.index))
+                    left.popleft()
                 continue
-            others = [e for e in left if e not in waiting and self._bytes(rows, e) <= room]
-            other = next((e for e in others if store.ready((layer, e)) is not None), None)
+            others = [e for e in left if e not in waiting and self._may_wait(rows, e, room)]
+            there = ((e, store.ready((layer, e))) for e in others)
+            other = next(((e, expert) for e, expert in there if expert is not None), None)
             if other is None:
-                store.wait([(layer, e) for e in (first, *others)])
+                store.wait([(layer, e) for e in (left[0], *others)])
                 continue
-            expert = store.ready((layer, other))
-            assert expert is not None
-            waiting[other] = list(expert_results(self._normed, rows, expert))
-            room -= self._bytes(rows, other)
-            store.release((layer, other))
+            waiting[other[0]] = list(expert_results(self._normed, rows, other[1]))
+            room -= self._bytes(rows, other[0])
+            store.release((layer, other[0]))
+
+    def _ready(self, layer: int, left: Iterable[int], waiting: Container[int]) -> list[Expert]:
+        """The first experts of those left, as far as all of them are there."""
+        found: list[Expert] = []
+        for index in left:
+            expert = None if index in waiting else self._expert_store.ready((layer, index))
+            if expert is None:
+                break
+            found.append(expert)
+        return found
+
+    def _may_wait(self, rows: ExpertRows, expert: int, room: int) -> bool:
+        """Whether an expert's results may wait for those before it.
+
+        The fused kernel adds as it computes, rounding once: there nothing can wait with the same bits.
+        """
+        return self._kernels is None and self._bytes(rows, expert) <= room
 
     def _bytes(self, rows: ExpertRows, expert: int) -> int:
         """What an expert's results take while they wait."""

@@ -18,8 +18,8 @@ from moebatch.errors import Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
-from moebatch.model.linear import ComputeType, in_place
-from moebatch.model.weights import MATRICES, expert_of
+from moebatch.model.linear import Linear
+from moebatch.model.weights import expert_of
 from moebatch.plan.eviction import Eviction, ExpertId, Visit
 from moebatch.plan.expert_cache import CacheCounts, ExpertCache
 from moebatch.plan.model_spec import ModelSpec
@@ -27,16 +27,20 @@ from moebatch.plan.schedule import Lane, Op, Task
 from moebatch.plan.timeline import Span
 from moebatch.runtime.page_reader import PageReader
 
+View = Callable[[str, Tensor], Linear | Tensor]
 Progress = Callable[[int, int], None]
 _LOOK_UP_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An expert in memory or on its way there. `buffer` None: its weights have memory of their own."""
+    """An expert in memory or on its way there.
+
+    `buffer` None: reading has not begun, or its weights have memory of their own.
+    """
 
     which: ExpertId
-    buffer: Tensor | None
+    buffer: Tensor | None = None
     expert: Expert | None = None  # None: not read yet
     prefetch: bool = False
     cancelled: bool = False
@@ -46,16 +50,18 @@ class ExpertStore:
     """The experts of one model. Close it: it owns a thread."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
-                 compute: ComputeType, capacity: int, spare: int, eviction: Eviction,
+                 view: View, copies: bool, capacity: int, spare: int, eviction: Eviction,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Nothing is read and no buffer taken yet.
+
+        `view` makes a part that was read usable; where it `copies`, the buffer is free again then.
 
         `capacity` experts are kept, `spare` more may be held while they are used: at least one.
         `interrupted` is asked while the caller waits; True ends that with Interrupted.
         """
         assert spare >= 1, spare
         self.cache = ExpertCache(capacity, eviction)
-        self._spec, self._compute = spec, compute
+        self._spec, self._view, self._copies = spec, view, copies
         self._checkpoint, self._interrupted = checkpoint, interrupted
         self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
         self._plans = {
@@ -112,7 +118,7 @@ class ExpertStore:
         """Take experts that are in memory already, as far as the capacity goes; the rest is let go."""
         with self._changed:
             for which in self.cache.preload(experts):
-                self._held[which] = _Held(which, None, expert=experts[which])
+                self._held[which] = _Held(which, expert=experts[which])
 
     def visit(self, visit: Visit) -> None:
         """A layer needs experts: those that are missing are read, in ascending order.
@@ -215,7 +221,7 @@ class ExpertStore:
         return admission.admitted
 
     def _demand(self, which: ExpertId) -> None:
-        held = self._held[which] = _Held(which, self._buffer())
+        held = self._held[which] = _Held(which)
         self._demands.append(held)
 
     def _guard(self, which: ExpertId) -> None:
@@ -257,8 +263,9 @@ class ExpertStore:
                     return
                 held = self._demands.popleft() if self._demands else self._begin_prefetch()
                 self._reading = held
-            if held is None:
-                continue
+                if held is None:
+                    continue
+                held.buffer = held.buffer if held.buffer is not None else self._buffer()
             try:
                 whole = self._read(held)
             except BaseException as error:  # handed to the caller, who raises it
@@ -281,7 +288,7 @@ class ExpertStore:
             return None
         self._guard(which)
         self.cache.pin(which)  # until it is read
-        held = self._held[which] = _Held(which, self._buffer(), prefetch=True)
+        held = self._held[which] = _Held(which, prefetch=True)
         return held
 
     def _read(self, held: _Held) -> bool:
@@ -307,6 +314,9 @@ class ExpertStore:
         if whole:
             assert held.buffer is not None
             held.expert = self._expert(which, held.buffer)
+            if self._copies:
+                self._free.append(held.buffer)
+                held.buffer = None
             return
         layer = self._guarded.get(which[0], set())
         if which in layer:
@@ -321,10 +331,7 @@ class ExpertStore:
 
     def _expert(self, which: ExpertId, buffer: Tensor) -> Expert:
         views = self._reader.views(self._plans[which], buffer)
-        parts = {
-            name: in_place(view, self._compute) if name in MATRICES else view.float()
-            for name, view in views.items()
-        }
+        parts = {name: self._view(name, view) for name, view in views.items()}
         spec = self._spec
         return expert_of(parts, index=which[1], size=spec.expert_size, limit=spec.swiglu_limit)
 

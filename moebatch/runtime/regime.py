@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.linear import ComputeType
+from moebatch.model.linear import ComputeType, Quantization
+from moebatch.native.kernels import Kernels
 from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -109,20 +110,23 @@ class TailBackend:
 
 
 def host_backend(checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 compute: ComputeType, profile: Profile | None, log: RoutingLog | None,
+                 compute: ComputeType, kernels: Kernels | None, quantization: Quantization,
+                 profile: Profile | None, log: RoutingLog | None,
                  interrupted: Callable[[], bool]) -> Backend:  # fmt: skip
     """The backend for a policy's regime."""
 
     def cached(before: HostBackend | None) -> CachedHostBackend:
         return CachedHostBackend(
             checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-            profile=profile, log=log, before=before, interrupted=interrupted,
+            kernels=kernels, quantization=quantization, profile=profile, log=log, before=before,
+            interrupted=interrupted,
         )  # fmt: skip
 
     if policy.regime == "cache":
         return cached(None)
     streaming = HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                            log=log, interrupted=interrupted)  # fmt: skip
+                            kernels=kernels, quantization=quantization, log=log,
+                            interrupted=interrupted)  # fmt: skip
     if not policy.tail_rows:
         return streaming
     return TailBackend(streaming, tail_rows=policy.tail_rows, cached=cached)
