@@ -58,8 +58,8 @@ def test_int8_logits_are_near_those_of_the_weights(compute, bf16_model) -> None:
         logits_everywhere(path, prompts, POLICY, chunk=64, compute=compute, quantization="int8")
     )
     errors = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
-    # Each product loses some tenths of a percent; a token that changes its experts loses more.
-    assert 1e-4 < errors.median() < 0.03
+    # Each product loses about a percent; a token that changes its experts loses more.
+    assert 1e-4 < errors.median() < 0.04
 
 
 @pytest.mark.parametrize("resident", [0.0, 0.6])

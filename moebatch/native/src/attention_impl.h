@@ -5,7 +5,7 @@
 // depend on how many query vectors share the chunk.
 #pragma once
 
-#include "gemm_impl.h"
+#include "whole_impl.h"
 
 namespace moebatch {
 namespace {
@@ -64,7 +64,7 @@ void value_tile(const float* weights, const void* const* blocks, int num_blocks,
             MB_UNROLL for (int c = 0; c < C; ++c) v[c] = V::load(at, c);
             MB_UNROLL for (int m = 0; m < M; ++m) {
                 const vf w = vset(weights[m * kChunk + b * kPanel + t]);
-                MB_UNROLL for (int c = 0; c < C; ++c) sum[m][c] = vfma(w, v[c], sum[m][c]);
+                MB_UNROLL for (int c = 0; c < C; ++c) add_product(sum[m][c], w, v[c]);
             }
         }
     }
@@ -185,14 +185,14 @@ void attend(const Chunk& chunk, void* scratch, const Attended& out) {
     const XRows rows = {chunk.queries, DType::f32, head_dim, nullptr};
     for (int m = 0; m < chunk.vectors; m += gemm.max_rows) {
         const int count = chunk.vectors - m < gemm.max_rows ? chunk.vectors - m : gemm.max_rows;
-        gemm.pack_x(rows, m, count, head_dim, queries);
+        gemm.pack_x(rows, m, count, {head_dim}, queries);
         int seen = 0;
         for (int i = m; i < m + count; ++i) seen = chunk.last[i] > seen ? chunk.last[i] : seen;
         for (int b = 0; b * kPanel < seen; b += 2) {
             const int pair = b + 1 < chunk.blocks ? 2 : 1;
             const uint8_t* at[2] = {reinterpret_cast<const uint8_t*>(panels + b * panel_floats),
                                     reinterpret_cast<const uint8_t*>(panels + (b + 1) * panel_floats)};
-            gemm.multiply(queries, count, at, pair, head_dim, {{at[0], at[0]}, 0}, tile_scores);
+            gemm.multiply(queries, count, at, pair, {head_dim}, {{at[0], at[0]}, 0}, tile_scores);
             for (int i = 0; i < count; ++i)
                 std::memcpy(scores + (m + i) * kChunk + b * kPanel, tile_scores + i * pair * kPanel,
                             sizeof(float) * static_cast<size_t>(pair * kPanel));

@@ -49,16 +49,20 @@ NB_MODULE(_kernels, m) {
         .value("f32", DType::f32)
         .value("bf16", DType::bf16)
         .value("f16", DType::f16)
-        .value("i8", DType::i8);
+        .value("i8", DType::i8)
+        .value("i4", DType::i4);
 
     nb::class_<Matrix>(m, "Matrix")
         .def("__init__",
-             [](Matrix* self, uintptr_t data, DType type, int64_t outputs, int64_t inputs) {
-                 new (self) Matrix{at<const uint8_t>(data), type, outputs, inputs};
+             [](Matrix* self, uintptr_t data, DType type, int64_t outputs, int64_t inputs, int64_t group,
+                bool zeros) {
+                 const bool whole = type == DType::i8 || type == DType::i4;
+                 if (whole && (group < kBlockInputs || group > kMaxGroup || group % kBlockInputs))
+                     throw std::invalid_argument("a group is a multiple of 32 inputs, 256 at most");
+                 new (self) Matrix{at<const uint8_t>(data), type, outputs, {inputs, group, zeros}};
              },
-             "data"_a, "type"_a, "outputs"_a, "inputs"_a)
-        .def_ro("outputs", &Matrix::outputs)
-        .def_ro("inputs", &Matrix::inputs);
+             "data"_a, "type"_a, "outputs"_a, "inputs"_a, "group"_a = 0, "zeros"_a = false)
+        .def_prop_ro("bytes", &Matrix::bytes);
 
     nb::class_<Expert>(m, "Expert")
         .def("__init__",
@@ -133,12 +137,13 @@ NB_MODULE(_kernels, m) {
                       at<void>(packed));
              },
              "weights"_a, "type"_a, "outputs"_a, "inputs"_a, "stride"_a, "packed"_a)
-        .def("pack_i8",
-             [](Runner&, uintptr_t weights, int64_t outputs, int64_t inputs, uintptr_t packed) {
+        .def("pack_rounded",
+             [](Runner& r, uintptr_t weights, DType type, int64_t stride, const Matrix& to) {
                  nb::gil_scoped_release free;
-                 pack_i8(at<const float>(weights), outputs, inputs, at<void>(packed));
+                 return pack_rounded(r.kernels(), at<const void>(weights), type, stride, to,
+                                     const_cast<uint8_t*>(to.data));
              },
-             "weights"_a, "outputs"_a, "inputs"_a, "packed"_a)
+             "weights"_a, "type"_a, "stride"_a, "to"_a)
         .def("peak_flops",
              [](Runner& r, int64_t rounds, bool bf16_x) {
                  nb::gil_scoped_release free;
@@ -170,7 +175,6 @@ NB_MODULE(_kernels, m) {
              },
              "data"_a, "bytes"_a);
 
-    m.def("packed_bytes", &packed_bytes, "type"_a, "outputs"_a, "inputs"_a);
     m.def("variants", [] {
         std::vector<std::string> names;
         for (const char* name : variant_names()) names.emplace_back(name);
