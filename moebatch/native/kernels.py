@@ -302,23 +302,29 @@ class Kernels:
         )
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, context: Context, *,
-               window: int | None = None, sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+               window: int | None = None, sinks: Tensor | None = None,
+               scales: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
         """Softmax attention of each row: q [R, H, d] float32 -> [R, H, d].
 
         `keys` and `values` are the pools of one layer, [blocks * G, 16, d], heads of a block side by
-        side. A row sees the last `window` tokens of its context, or all; `sinks` [H] are scores of
-        their own that take weight and give nothing.
+        side; in int8 they have `scales` in float32, [blocks * G, 16] each, by which whole numbers are
+        multiplied. A row sees the last `window` tokens of its context, or all; `sinks` [H] are scores
+        of their own that take weight and give nothing.
         """
         rows, heads, head_dim = q.shape
         assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == values.dtype
         assert context.tables.dtype == torch.int32 and context.tables.is_contiguous()
+        assert (scales is not None) == (keys.dtype == torch.int8)
+        assert all(s.dtype == torch.float32 and s.is_contiguous() for s in scales or ())
         groups = context.num_kv_heads
         q = q.float().contiguous()
         out = torch.empty_like(q)
         self._runner.attend(
-            type=self._types[keys.dtype],
+            type=self._module.DType.i8 if scales else self._types[keys.dtype],
             keys=keys.data_ptr(),
             values=values.data_ptr(),
+            key_scales=scales[0].data_ptr() if scales else 0,
+            value_scales=scales[1].data_ptr() if scales else 0,
             heads=heads,
             groups=groups,
             head_dim=head_dim,

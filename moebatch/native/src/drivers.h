@@ -48,6 +48,8 @@ struct Attention {
     DType type = DType::f32;  // of keys and values
     const uint8_t* keys = nullptr;
     const uint8_t* values = nullptr;
+    const float* key_scales = nullptr;  // of each token and head, [groups][16] per block; for 8 bits
+    const float* value_scales = nullptr;
     int64_t heads = 0, groups = 0, head_dim = 0;
     const float* q = nullptr;  // [rows][heads][head_dim], contiguous but for the row stride
     int64_t q_stride = 0;

@@ -95,6 +95,10 @@ struct Chunk {
     int blocks;
     const void* keys[kChunkBlocks];  // [16][head_dim] each
     const void* values[kChunkBlocks];
+    const float* key_scales[kChunkBlocks];  // [16] each, of the tokens; for 8 bits only
+    const float* value_scales[kChunkBlocks];
+    int next_blocks;  // of the chunk that this thread computes next: its keys are fetched meanwhile
+    const void* next_keys[kChunkBlocks];
     int vectors;
     const float* queries;  // [vectors][head_dim], scaled
     int first[kMaxVectors], last[kMaxVectors];  // tokens of the chunk that a vector sees
@@ -137,9 +141,9 @@ struct Kernels {
 
 inline size_t attend_scratch(int head_dim) {
     const size_t wide = static_cast<size_t>(round_up(head_dim, kPanel));
-    // Panels of keys, widened values, scores, packed queries and one tile's scores.
-    return sizeof(float) * (2 * kChunk * wide + kMaxVectors * kChunk + kMaxVectors * (wide + 2) +
-                            kMaxRows * 2 * kPanel);
+    // Widened values, two panels of keys, scores, packed queries, padded sums, one tile's scores.
+    return sizeof(float) * (kChunk * wide + 2 * kPanel * wide + kMaxVectors * kChunk +
+                            kMaxVectors * (2 * wide + 2) + kMaxRows * 2 * kPanel);
 }
 
 // The variants; null where the compiler could not build one.

@@ -112,7 +112,8 @@ NB_MODULE(_kernels, m) {
              "out"_a, "out_stride"_a, "bf16_x"_a = false, "alpha"_a = 1.0f, "shift"_a = 0.0f,
              "limit"_a = 0.0f)
         .def("attend",
-             [](Runner& r, DType type, uintptr_t keys, uintptr_t values, int64_t heads,
+             [](Runner& r, DType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales,
+                uintptr_t value_scales, int64_t heads,
                 int64_t groups, int64_t head_dim, uintptr_t q, int64_t q_stride, uintptr_t out,
                 int64_t out_stride, int64_t rows, uintptr_t sequences, uintptr_t lengths,
                 uintptr_t tables, int64_t table_stride, int64_t window, uintptr_t sinks,
@@ -120,13 +121,14 @@ NB_MODULE(_kernels, m) {
                  if (groups < 1 || heads % groups || heads / groups > kMaxVectors)
                      throw std::invalid_argument("too many query heads for a key/value head");
                  nb::gil_scoped_release free;
-                 r.attend({type, at<const uint8_t>(keys), at<const uint8_t>(values), heads, groups,
+                 r.attend({type, at<const uint8_t>(keys), at<const uint8_t>(values),
+                           at<const float>(key_scales), at<const float>(value_scales), heads, groups,
                            head_dim, at<const float>(q), q_stride, at<float>(out), out_stride, rows,
                            at<const int64_t>(sequences), at<const int64_t>(lengths),
                            at<const int32_t>(tables), table_stride, window,
                            at<const float>(sinks), scale});
              },
-             "type"_a, "keys"_a, "values"_a, "heads"_a, "groups"_a, "head_dim"_a, "q"_a,
+             "type"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "heads"_a, "groups"_a, "head_dim"_a, "q"_a,
              "q_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "sequences"_a, "lengths"_a,
              "tables"_a, "table_stride"_a, "window"_a = 0, "sinks"_a = 0, "scale"_a = 1.0f)
         .def("pack",

@@ -57,6 +57,10 @@ inline vf load_bytes(const uint8_t* p) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+inline vf load_signed(const int8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 inline void store_words(int32_t* p, vf v) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(v)); }
 inline vf vabs(vf v) { return _mm512_abs_ps(v); }
 inline float vsum(vf v) { return _mm512_reduce_add_ps(v); }
@@ -100,6 +104,10 @@ inline vf field_of_words(const void* p, int right, int mask) {
 inline vf load_bytes(const uint8_t* p) {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vf load_signed(const int8_t* p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 inline void store_words(int32_t* p, vf v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(v));
@@ -152,6 +160,10 @@ inline vf field_of_words(const void* p, int right, int mask) {
     return __builtin_convertvector((load_words(p) >> right) & mask, vf);
 }
 inline vf load_bytes(const uint8_t* p) {
+    return vf{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+              static_cast<float>(p[3])};
+}
+inline vf load_signed(const int8_t* p) {
     return vf{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
               static_cast<float>(p[3])};
 }
