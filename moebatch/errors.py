@@ -2,12 +2,13 @@
 
 MoebatchError
   UsageError          exit 2    options that contradict each other or cannot be understood
-  NoFeasiblePolicy    exit 5    no policy fits the memory
+  TooManyErrors       exit 4    stopped by --max-errors, --fail-fast, or 20 equal errors at the start
+  NoFeasiblePolicy    exit 5    no policy fits the memory; subclass: the accelerator's ran out
   InputError          exit 6    the data set as a whole: missing columns, empty, unreadable;
                                 subclass: not found (7)
   ModelError          exit 7    not found, gated, offline, broken, or an unsupported architecture
-  OutputError         exit 8    the output exists; subclasses: locked (9), no space or I/O error
-                                (1), reader of standard output gone (141)
+  OutputError         exit 8    the output exists, or belongs to another run; subclasses: locked
+                                (9), no space or I/O error (1), reader of standard output gone (141)
 
 A bad row is not an exception: it is a `RowError` value (moebatch.data.requests) and becomes an
 output row.
@@ -30,10 +31,20 @@ class UsageError(MoebatchError):
     exit_code = 2
 
 
+class TooManyErrors(MoebatchError):
+    """More rows failed than the user allows; what is finished stays."""
+
+    exit_code = 4
+
+
 class NoFeasiblePolicy(MoebatchError):
     """The memory is too small for any policy; the hint names the smallest that would do."""
 
     exit_code = 5
+
+
+class DeviceMemoryFull(NoFeasiblePolicy):
+    """The accelerator had less memory than the plan thought; a smaller plan may do."""
 
 
 class InputError(MoebatchError):
@@ -55,9 +66,15 @@ class ModelError(MoebatchError):
 
 
 class OutputError(MoebatchError):
-    """The output exists already."""
+    """The output exists already, or belongs to a run that does not match this one."""
 
     exit_code = 8
+
+
+class OutputLocked(OutputError):
+    """Another process that is alive writes the same output."""
+
+    exit_code = 9
 
 
 class OutputWriteError(OutputError):
@@ -70,3 +87,7 @@ class OutputClosed(OutputError):
     """Whoever read our standard output went away (`| head`): stop quietly, print nothing."""
 
     exit_code = 141
+
+
+class Interrupted(Exception):
+    """A run was asked to stop, and stopped between two steps; what it has so far is in order."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from moebatch import __version__
 from moebatch.data.requests import Completion, Outcome
-from moebatch.plan.memory import MemoryPlan
+from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.policy import Policy
+from moebatch.plan.optimizer import Plan
 from moebatch.units import format_bytes, format_duration
 
 SCHEMA_VERSION = 1
@@ -26,6 +26,7 @@ class RowCounts:
 
     succeeded: int = 0
     failed: int = 0
+    skipped: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     truncated_tokens: int = 0
@@ -37,13 +38,15 @@ class RowCounts:
     @property
     def total(self) -> int:
         """Rows, answered or not."""
-        return self.succeeded + self.failed
+        return self.succeeded + self.failed + self.skipped
 
     def add(self, outcome: Outcome) -> None:
         """Count one row's outcome."""
         if not isinstance(outcome, Completion):
-            self.failed += 1
-            self.by_error_code[outcome.code] += 1
+            self.skipped += outcome.skipped
+            self.failed += not outcome.skipped
+            if not outcome.skipped:
+                self.by_error_code[outcome.code] += 1
             return
         self.succeeded += 1
         self.prompt_tokens += len(outcome.request.prompt_token_ids)
@@ -80,12 +83,13 @@ class Report:
     compute_dtype: str | None
     quantization: str
     machine: dict[str, Any]
-    policy: Policy | None
+    plan: Plan | DevicePlan | None
     policy_source: str
-    memory_plan: MemoryPlan | None
     memory_budget_bytes: int
     peak_rss_bytes: int
     rows: RowCounts
+    kept: RowCounts = field(default_factory=RowCounts)
+    work: Mapping[str, Any] = field(default_factory=dict)
     times: Times
     passes: int
     disk_read_bytes: int
@@ -97,7 +101,19 @@ class Report:
     def generation_throughput(self) -> float | None:
         """Generated tokens per second of prefill and decode (the paper's measure)."""
         seconds = self.times.prefill + self.times.decode
-        return self.rows.generated_tokens / seconds if seconds > 0 else None
+        return self.computed.generated_tokens / seconds if seconds > 0 else None
+
+    @property
+    def computed(self) -> RowCounts:
+        """What this session has computed: all rows, less those that an earlier one had answered."""
+        in_flight = self.work.get("resumed", {}).get("tokens_in_flight", 0)
+        return RowCounts(
+            succeeded=self.rows.succeeded - self.kept.succeeded,
+            prompt_tokens=self.rows.prompt_tokens - self.kept.prompt_tokens,
+            generated_tokens=max(
+                0, self.rows.generated_tokens - self.kept.generated_tokens - in_flight
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the report file."""
@@ -116,6 +132,7 @@ class Report:
                 "total": self.rows.total,
                 "succeeded": self.rows.succeeded,
                 "failed": self.rows.failed,
+                "skipped": self.rows.skipped,
                 "by_error_code": dict(self.rows.by_error_code),
             },
             "tokens": {
@@ -137,10 +154,12 @@ class Report:
             "io": {"disk_read_bytes": self.disk_read_bytes},
             "lanes_busy_s": dict(self.lane_busy_s),
             "passes": self.passes,
+            "predicted_vs_measured": self._compared(),
             "moe": expert_load(self.expert_tokens) if self.spec.has_router else None,
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
             "warnings": list(self.warnings),
+            **self.work,
             **self._flat(),
         }
 
@@ -150,19 +169,37 @@ class Report:
 
     def summary(self, output: str) -> list[str]:
         """A few lines for the end of a run."""
-        rows, rate = self.rows, self.generation_throughput
+        rows, new, rate = self.rows, self.computed, self.generation_throughput
         lines = [
             f"{rows.total:,} rows in {format_duration(self.times.total)} · "
-            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed → {output}",
-            f"prefill {format_duration(self.times.prefill)} for {rows.prompt_tokens:,} prompt tokens · "
-            f"decode {format_duration(self.times.decode)} for {rows.generated_tokens:,} new tokens · "
+            f"{rate or 0:.1f} output tok/s · {rows.succeeded:,} ok, {rows.failed:,} failed"
+            + (f", {rows.skipped:,} skipped" if rows.skipped else "")
+            + f" → {output}",
+            f"prefill {format_duration(self.times.prefill)} for {new.prompt_tokens:,} prompt tokens · "
+            f"decode {format_duration(self.times.decode)} for {new.generated_tokens:,} new tokens · "
             f"load {format_duration(self.times.load)}",
         ]
-        if self.policy is not None:
+        if self.plan is not None:
+            policy = self.plan.policy
             lines.append(
                 f"memory peak {format_bytes(self.peak_rss_bytes)} of "
-                f"{format_bytes(self.memory_budget_bytes)} · batch {self.policy.batch_size} · "
-                f"weights resident {self.policy.weights_resident:.0%}"
+                f"{format_bytes(self.memory_budget_bytes)}, planned "
+                f"{format_bytes(self.plan.memory.total)} · batch {policy.batch_size} · "
+                f"weights resident {policy.weights_resident:.0%}"
+            )
+        if isinstance(self.plan, Plan):
+            lines.append(
+                f"predicted {self.plan.job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
+                f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
+            )
+        if self.kept.total:
+            lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")
+        if gpu := self.machine.get("gpu"):
+            kind = "emulated accelerator, no real one" if gpu["emulated"] else "accelerator"
+            lines.append(
+                f"{kind}: {gpu['name']} · {format_bytes(gpu['peak_bytes'])} of "
+                f"{format_bytes(gpu['memory_bytes'])} · schedule "
+                f"{self.plan.policy.schedule if self.plan else None}"
             )
         if rows.by_error_code:
             codes = ", ".join(f"{code} {n}" for code, n in rows.by_error_code.most_common())
@@ -170,14 +207,51 @@ class Report:
         return lines + [f"warning: {text}" for text in self.warnings]
 
     def _policy(self) -> dict[str, Any] | None:
-        if self.policy is None:
+        if self.plan is None:
             return None
-        return {**asdict(self.policy), "source": self.policy_source}
+        said = self.plan.job.throughput if isinstance(self.plan, Plan) else None
+        predicted = {"predicted_tok_s": said}
+        return {**asdict(self.plan.policy), "source": self.policy_source, **predicted}
 
     def _memory_plan(self) -> dict[str, int] | None:
-        if self.memory_plan is None:
+        if self.plan is None:
             return None
-        return {**asdict(self.memory_plan), "total": self.memory_plan.total}
+        memory = self.plan.memory
+        return {**asdict(memory), "total": int(memory.total)}
+
+    def _compared(self) -> dict[str, dict[str, float | None]] | None:
+        """What the planner said and what happened, in total and per resource.
+
+        Rows that end before their max_tokens make a job shorter than planned: then the rates compare.
+        """
+        if not isinstance(self.plan, Plan):
+            return None
+        job, times = self.plan.job, self.times
+        pairs = {
+            "generation_throughput": (job.throughput, self.generation_throughput),
+            "prefill_s": (job.prefill_s, times.prefill),
+            "decode_s": (job.decode_s, times.decode),
+            "passes": (job.passes, self.passes),
+            "generated_tokens": (job.generated_tokens, self.rows.generated_tokens),
+            "cpu_busy_s": (job.parts.get("compute"), self._cpu_busy_s()),
+            "disk_busy_s": (job.parts.get("disk"), self.lane_busy_s.get("disk", 0.0)),
+            "memory_bytes": (int(self.plan.memory.total), self.peak_rss_bytes),
+        }
+        return {
+            name: {"predicted": said, "measured": was, "ratio": _ratio(said, was)}
+            for name, (said, was) in pairs.items()
+        }
+
+    def _cpu_busy_s(self) -> float:
+        """Everything that the caller's thread did: its lane's tasks, and sampling between passes."""
+        stalled = self.times.prefill + self.times.decode
+        return stalled if not self.disk_bound else self.lane_busy_s.get("cpu", 0.0)
+
+    @property
+    def disk_bound(self) -> bool:
+        """Whether the disk was busy for most of the run."""
+        seconds = self.times.prefill + self.times.decode
+        return self.lane_busy_s.get("disk", 0.0) > 0.8 * seconds
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -192,7 +266,7 @@ class Report:
         }
 
     def _throughput(self) -> dict[str, float | None]:
-        rows, times = self.rows, self.times
+        rows, times = self.computed, self.times
         return {
             "requests_per_second": _rate(rows.succeeded, times.total),
             "input_tokens_per_second": _rate(rows.prompt_tokens, times.total),
@@ -207,14 +281,18 @@ class Report:
 
     def _flat(self) -> dict[str, Any]:
         """The names that vLLM's benchmark dashboards look for."""
-        tokens = self.rows.prompt_tokens + self.rows.generated_tokens
+        tokens, new = self.rows.prompt_tokens + self.rows.generated_tokens, self.computed
         return {
             "num_requests": self.rows.total,
             "elapsed_time": self.times.total,
             "total_num_tokens": tokens,
-            "requests_per_second": _rate(self.rows.succeeded, self.times.total),
-            "tokens_per_second": _rate(tokens, self.times.total),
+            "requests_per_second": _rate(new.succeeded, self.times.total),
+            "tokens_per_second": _rate(new.prompt_tokens + new.generated_tokens, self.times.total),
         }
+
+
+def _ratio(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured if predicted is not None and measured else None
 
 
 def _rate(amount: float, seconds: float) -> float | None:

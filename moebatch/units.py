@@ -16,6 +16,12 @@ _FACTORS = {
 # Digits are bounded: what is longer is no amount of memory, and would not fit a float.
 _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([a-zA-Z]*)\s*\Z")
 
+_DURATION = re.compile(
+    r"(?:(?P<d>[0-9]{1,4})d)?(?:(?P<h>[0-9]{1,6})h)?(?:(?P<m>[0-9]{1,6})m)?"
+    r"(?:(?P<s>[0-9]{1,8}(?:\.[0-9]{1,6})?)s?)?"
+)
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
 
 def parse_bytes(text: str) -> int:
     """Bytes meant by a text such as "14GiB", "500MB" or "6g" (a bare letter is decimal).
@@ -29,6 +35,21 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not an amount of memory", hint="write it like 6GiB, 500MiB or 16GB"
         )
     return int(Fraction(match.group(1)) * factor)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by a text such as "3h50m", "90s", "1d" or a plain number of seconds.
+
+    Raises: UsageError when the text is no length of time, or none at all.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    parts = match.groupdict() if match else {}
+    seconds = sum(float(parts[name] or 0) * factor for name, factor in _SECONDS.items() if match)
+    if seconds <= 0:
+        raise UsageError(
+            f"{text!r} is not a length of time", hint="write it like 3h50m, 90m or 45s"
+        )
+    return seconds
 
 
 def format_bytes(num_bytes: float) -> str:

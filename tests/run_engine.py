@@ -1,6 +1,6 @@
 """Runs the engine on token ids, for tests: no files of rows, no tokenizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,8 @@ def open_engine(
     policy: Policy,
     *,
     compute: Any = "float32",
+    device: Any = None,
+    interrupted: Callable[[], bool] = lambda: False,
     native: bool = True,
     quantization: Any = "none",
     **changes: Any,
@@ -62,6 +64,8 @@ def open_engine(
             eos_token_ids=model.eos_token_ids,
             max_model_len=model.spec.max_model_len,
             compute=compute,
+            interrupted=interrupted,
+            device=device,
             kernels=load_kernels(2) if native else None,
             quantization=quantization,
         ) as engine,
@@ -76,6 +80,14 @@ def run(
     """Outcomes in the order of the rows."""
     with open_engine(path, policy, **changes) as engine:
         return sorted(engine.run(requests), key=_index)
+
+
+def cached_numbers(path: Path) -> int:
+    """Numbers that one token has in the KV cache of a model."""
+    with open_engine(path, POLICY, kv_blocks=8, batch_size=8) as engine:
+        kv = engine._kv
+        pools = [pool.numel() for layer in kv._layers for pool in layer]
+        return sum(pools) // (kv.num_blocks * kv.block_tokens)
 
 
 def _index(outcome: Completion | RowError) -> int:

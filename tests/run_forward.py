@@ -16,7 +16,8 @@ from moebatch.plan.schedule import Lane, prologue, zigzag
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
-from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.kv_cache import BlockTable, KVCache
+from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.weight_store import WeightStore
 
 
@@ -34,11 +35,14 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
     kv = KVCache(
         num_layers=spec.num_layers,
         num_blocks=sum(len(p) // 16 + 1 for p in prompts),
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_kv_heads=spec.cache_heads,
+        head_dim=spec.cache_head_dim,
+        value_dim=spec.cache_value_dim,
         dtype=policy.kv_dtype,
+        windows=spec.layer_windows,
+        max_sequences=len(prompts),
     )
-    tables: list[list[int]] = [[] for _ in prompts]
+    tables = [BlockTable() for _ in prompts]
     found: list[list[Tensor]] = [[] for _ in prompts]
     with Checkpoint(path) as checkpoint:
         store = WeightStore(
@@ -64,6 +68,7 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
                     token_ids=tuple(prompts[r][start : start + chunk]),
                     start=start,
                     blocks=tables[r],
+                    max_len=len(prompts[r]),
                 )
                 for r in rows
             ]
@@ -74,7 +79,7 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
                 kv=kv,
                 rope=Rope(spec.rope, spec.head_dim),
                 windows=spec.layer_windows,
-                native=kernels is not None,
+                native=attends_natively(spec, kernels),
             )
             forward.begin(one)
             executor.run(zigzag(table, num_micro_batches=len(groups), page_slots=slots))

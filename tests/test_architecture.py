@@ -50,7 +50,8 @@ HEAVY = {
     "sentencepiece",
 }
 LIGHT = ("plan", "data", "cli", "report", "errors", "units", "__init__", "__main__",
-         "model.__init__", "model.families", "model.resolve", "model.checkpoint")  # fmt: skip
+         "model.__init__", "model.families", "model.resolve", "model.checkpoint",
+         "model.stored", "model.identity", "native.__init__", "native.extension")  # fmt: skip
 
 
 def module_of(path: Path) -> str:

@@ -5,12 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebatch.model import attention as module
 from moebatch.model.attention import (
+    absorb_queries,
     attend_decode,
     attend_prompt,
     attention_plain,
     causal_mask,
+    expand_latents,
+    release_values,
 )
+from moebatch.plan.model_spec import LatentSpec
 
 TOLERANCE = 2e-5  # absolute, on averages of values of order one
 
@@ -138,3 +143,48 @@ def test_a_query_does_not_see_its_future() -> None:
     before = attend_prompt(q, k, v)
     k[5:], v[5:] = 50.0, -50.0
     assert torch.equal(before[:5], attend_prompt(q, k, v)[:5])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes(), queries=st.integers(1, 20), earlier=st.integers(0, 30),
+       scale=st.none() | st.floats(0.1, 2.0))  # fmt: skip
+def test_sinks_in_tiles_equal_the_plain_form(shape, queries, earlier, scale) -> None:
+    q, k, v = random_qkv(shape, queries, queries + earlier)
+    sinks = torch.randn(shape["heads"], generator=torch.Generator().manual_seed(1))
+    expected = attention_plain(q, k, v, shape["window"], scale=scale, sinks=sinks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MAX_SCORES", 1)  # tiles of 16 queries
+        tiled = attend_prompt(q, k, v, shape["window"], scale=scale, sinks=sinks)
+    assert (expected - tiled).abs().max() < TOLERANCE
+    if queries == 1:
+        mask = causal_mask(1, earlier + 1, shape["window"])
+        one = attend_decode(q, k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale,
+                            sinks=sinks)  # fmt: skip
+        assert (expected - one).abs().max() < TOLERANCE
+
+
+def test_a_sink_takes_its_share_by_hand() -> None:
+    """Two keys with scores 0 and a sink with score ln 2: a quarter, a quarter and a half."""
+    q, k = torch.zeros(2, 1, 2), torch.zeros(2, 1, 2)
+    v = torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]])
+    out = attention_plain(q, k, v, sinks=torch.tensor([2.0]).log())
+    assert out[1, 0].tolist() == pytest.approx([1.0, 2.0])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99))
+def test_attending_latents_equals_attending_what_they_expand_to(
+    heads, kv_rank, width, seed
+) -> None:
+    spec = LatentSpec(q_rank=None, kv_rank=kv_rank, nope_dim=width, rope_dim=4, value_dim=width + 1)
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(11, kv_rank + 4, generator=generator)
+    kv_b = torch.randn(heads * (2 * width + 1), kv_rank, generator=generator) * kv_rank**-0.5
+    q = torch.randn(1, heads, width + 4, generator=generator)
+    keys, values = expand_latents(latents, kv_b, spec)
+    expected = attention_plain(q, keys, values, scale=0.3)
+    cached = latents[None, None]
+    mask = torch.ones(1, 11, dtype=torch.bool)
+    attended = attend_decode(absorb_queries(q, kv_b, spec), cached, cached[..., :kv_rank], mask,
+                             scale=0.3)  # fmt: skip
+    assert (expected - release_values(attended, kv_b, spec)).abs().max() < TOLERANCE

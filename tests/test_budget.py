@@ -47,7 +47,7 @@ def write_model(directory: Path, **changes: int) -> int:
     total = 0
     for part in model.parts():
         rows = part.shape[0] // len(part.sources)
-        for k, name in enumerate(part.sources):
+        for k, name in enumerate(source.name for source in part.sources):
             if part.name == "qkv":
                 rows = (model.spec.q_size, model.spec.kv_size, model.spec.kv_size)[k]
             shape = (rows, *part.shape[1:])

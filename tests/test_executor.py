@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebatch.errors import Interrupted
 from moebatch.plan.pages import page_table
 from moebatch.plan.schedule import Lane, Op, Task, prologue, zigzag
 from moebatch.runtime.executor import Executor
@@ -185,7 +186,7 @@ class Broken(Exception):
     """What a handler raises."""
 
 
-@pytest.mark.parametrize("lane", list(Lane))
+@pytest.mark.parametrize("lane", [Lane.CPU, Lane.DISK])
 @pytest.mark.parametrize("nth", [0, 1, 5])
 def test_a_failure_reaches_the_caller(lane, nth) -> None:
     """On either lane, and `run` never hangs afterwards: it raises again."""
@@ -321,3 +322,48 @@ def test_an_empty_pass() -> None:
     executor = Recorder().executor()
     assert within_patience(lambda: executor.run([])).spans == ()
     executor.close()
+
+
+def test_an_interrupt_ends_a_pass_also_while_it_waits() -> None:
+    """The page never comes; the caller's thread looks up and leaves."""
+    stop = threading.Event()
+    started = threading.Event()
+
+    def load(task: Task) -> None:
+        started.set()
+        stop.wait(10)
+
+    handlers = dict.fromkeys(Op, lambda task: None) | {Op.LOAD_PAGE: load}
+    executor = Executor(handlers, background=[Lane.DISK], interrupted=started.is_set)
+    try:
+        load_page = Task(Op.LOAD_PAGE, Lane.DISK, 0)
+        with pytest.raises(Interrupted):
+            executor.run([load_page, Task(Op.FFN, Lane.CPU, 0, deps=(load_page.key,))])
+    finally:
+        stop.set()
+        executor.close()
+
+
+def test_an_interrupt_ends_a_pass_whose_last_task_is_of_another_lane() -> None:
+    """The caller's thread has nothing left to do but to wait for it."""
+    stop, started = threading.Event(), threading.Event()
+
+    def attend(task: Task) -> None:
+        started.set()
+        assert stop.wait(PATIENCE_S)
+
+    handlers = dict.fromkeys(Op, lambda task: None) | {Op.CPU_ATTN: attend}
+    executor = Executor(handlers, background=[Lane.CPU], interrupted=started.is_set)
+    try:
+        with pytest.raises(Interrupted):
+            within_patience(lambda: executor.run([Task(Op.CPU_ATTN, Lane.CPU, 0)]))
+    finally:
+        stop.set()
+        executor.close()
+
+
+def test_a_closed_executor_refuses_work() -> None:
+    executor = Executor(dict.fromkeys(Op, lambda task: None), background=[Lane.DISK])
+    executor.close()
+    with pytest.raises(AssertionError, match="closed"):
+        executor.run([])

@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 from moebatch.model import experts as module
 from moebatch.model.experts import Expert, add_expert, ffn_plain, swiglu
 from moebatch.model.linear import TensorLinear, pack
-from moebatch.model.router import everything, group_by_expert, route
+from moebatch.model.router import Router, everything, group_by_expert, route
+from moebatch.plan.model_spec import RouterSpec
 
 TOLERANCE = 2e-5  # relative to the largest value: float32 sums in another order
+
+
+def softmax(norm_top_k):
+    return RouterSpec(norm_p=1.0 if norm_top_k else None)
 
 
 def generator_of(seed):
@@ -76,7 +81,9 @@ def test_grouped_experts_equal_the_plain_form(case, norm_top_k, dtype) -> None:
     size, seed = case["hidden_size"], case["seed"]
     hidden = torch.randn(case["tokens"], size, generator=generator_of(seed))
     router = torch.randn(case["num_experts"], size, generator=generator_of(seed + 1))
-    weights, experts = route(hidden, router, top_k=case["top_k"], norm_top_k=norm_top_k)
+    weights, experts = route(
+        hidden, Router(weight=router), softmax(norm_top_k), top_k=case["top_k"]
+    )
     matrices = random_matrices(
         case["num_experts"], size, case["expert_size"], seed=seed, dtype=dtype
     )
@@ -179,7 +186,7 @@ def test_routing_equals_float64(case, norm_top_k) -> None:
     hidden = torch.randn(case["tokens"], case["hidden_size"], generator=generator)
     router = torch.randn(case["num_experts"], case["hidden_size"], generator=generator)
     top_k = case["top_k"]
-    weights, experts = route(hidden, router, top_k=top_k, norm_top_k=norm_top_k)
+    weights, experts = route(hidden, Router(weight=router), softmax(norm_top_k), top_k=top_k)
     assert weights.dtype == torch.float32
     assert weights.shape == experts.shape == (case["tokens"], top_k)
     exact = torch.softmax(hidden.double() @ router.double().t(), dim=-1)
@@ -196,8 +203,42 @@ def test_routing_equals_float64(case, norm_top_k) -> None:
 
 def test_routing_of_large_logits_stays_finite() -> None:
     weights, experts = route(
-        torch.full((2, 4), 1e4), torch.eye(4) * torch.tensor([1.0, 2.0, 3.0, 4.0]),
-        top_k=2, norm_top_k=True,
+        torch.full((2, 4), 1e4),
+        Router(weight=torch.eye(4) * torch.tensor([1.0, 2.0, 3.0, 4.0])),
+        softmax(True),
+        top_k=2,
     )  # fmt: skip
     assert weights.isfinite().all()
     assert experts[:, 0].tolist() == [3, 3]
+
+
+def test_routers_by_hand() -> None:
+    """Each kind on logits that can be followed with a pencil."""
+    hidden = torch.eye(4)[:1]
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    weight = torch.zeros(4, 4)
+    weight[:, 0] = logits
+
+    def routed(router=None, **spec):
+        weights, experts = route(
+            hidden, router or Router(weight=weight), RouterSpec(**spec), top_k=2
+        )
+        return weights[0].tolist(), experts[0].tolist()
+
+    e = torch.e
+    weights, experts = routed(scores="softmax_of_chosen")
+    assert experts == [0, 1]
+    assert weights == pytest.approx([e / (1 + e), 1 / (1 + e)])
+    weights, experts = routed(norm_p=2.0, scale=3.0)
+    assert weights[0] ** 2 + weights[1] ** 2 == pytest.approx(9.0)
+    biased = Router(weight=weight, selection_bias=torch.tensor([0.0, 0.0, 0.0, 5.0]))
+    weights, experts = routed(biased, scores="sigmoid", has_selection_bias=True, norm_p=None)
+    assert experts == [3, 0]  # chosen by the bias, weighed without it
+    assert weights == pytest.approx([1 / (1 + e), 1 / (1 + e**-2)])
+    weights, experts = routed(biased, scores="sigmoid", norm_p=None, num_groups=2, top_groups=1,
+                              group_score="best_two")  # fmt: skip
+    assert experts == [3, 2]  # the second group has the larger sum
+    weights, experts = routed(scores="sparsemixer", jitter=0.3, norm_p=None)
+    assert experts == [0, 1]
+    # within 60 % of 2: 2 and 1; then of what is left, within 60 % of 1 or of their own size: 1
+    assert weights == pytest.approx([e / (1 + e), 1.0])

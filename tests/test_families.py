@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebatch.errors import ModelError
-from moebatch.model.checkpoint import Checkpoint, read_json
+from moebatch.model.checkpoint import read_json
 from moebatch.model.families import FAMILIES, family_of
 from moebatch.model.resolve import resolve_model
 
@@ -122,16 +122,6 @@ def test_qwen_and_llama_as_numbers() -> None:
     assert qwen.layer_windows == (None,) * 28
 
 
-@pytest.mark.parametrize("kind", list(models.CONFIGS))
-def test_params_and_parts_equal_the_reference_models(kind, tiny_models) -> None:
-    model, path = tiny_models(kind)
-    local = resolve_model(str(path))
-    assert sum(p.numel() for p in model.parameters()) == local.spec.total_params
-    with Checkpoint(path) as checkpoint:
-        checkpoint.check(local.parts())
-    assert sum(math.prod(p.shape) for p in local.parts()) == local.spec.total_params
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama"])
 def test_active_params_counts_top_k_experts(kind, tiny_models) -> None:
     spec = resolve_model(str(tiny_models(kind)[1])).spec
@@ -140,7 +130,16 @@ def test_active_params_counts_top_k_experts(kind, tiny_models) -> None:
 
 
 def test_unsupported_model_type_lists_what_is_supported() -> None:
-    for model_type in ("gpt2", "deepseek_v3", None, 3, ["mixtral"], "Mixtral", ""):
+    for model_type in (
+        "gpt2",
+        "jetmoe",
+        "switch_transformers",
+        None,
+        3,
+        ["mixtral"],
+        "Mixtral",
+        "",
+    ):
         assert_refused(MIXTRAL_8X7B | {"model_type": model_type}, *FAMILIES)
     assert_refused({}, *FAMILIES)
 
@@ -174,8 +173,10 @@ def test_optional_keys_have_the_reference_defaults() -> None:
         (MIXTRAL_8X7B, {"hidden_act": "gelu"}),
         (LLAMA_31_8B, {"hidden_act": "relu"}),
         (LLAMA_31_8B, {"mlp_bias": True}),
-        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}),
-        (QWEN3_30B_A3B, {"mlp_only_layers": [0]}),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 49}),
+        (QWEN3_30B_A3B, {"mlp_only_layers": 3}),
+        (QWEN3_30B_A3B, {"mlp_only_layers": list(range(48))}),
         (MIXTRAL_8X7B, {"num_local_experts": 1}),
         (MIXTRAL_8X7B, {"num_experts_per_tok": 9}),
         (MIXTRAL_8X7B, {"torch_dtype": "float8_e4m3fn"}),

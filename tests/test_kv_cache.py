@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebatch.plan.policy import KV_BLOCK_TOKENS
-from moebatch.runtime.kv_cache import KVCache, blocks_for
+from moebatch.runtime.kv_cache import BlockTable, KVCache, blocks_for
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +38,7 @@ class Model:
 
     def append(self, name, count, seed):
         """Extend a sequence by tokens and write them, or nothing where the pool is too small."""
-        table = self.tables.setdefault(name, [])
+        table = self.tables.setdefault(name, BlockTable())
         layers = self.written.setdefault(name, [[] for _ in range(LAYERS)])
         start = len(layers[0])
         missing = blocks_for(start + count) - len(table)
@@ -54,12 +54,12 @@ class Model:
 
     def release(self, name):
         self.cache.release(self.tables[name])
-        assert self.tables.pop(name) == []
+        assert self.tables.pop(name) == BlockTable()
         del self.written[name]
 
     def check(self):
         """Blocks belong to one sequence each; a gather of all sequences gives what was written."""
-        held = [block for table in self.tables.values() for block in table]
+        held = [block for table in self.tables.values() for block in table.full]
         assert len(held) == len(set(held))
         assert set(held) <= set(range(self.cache.num_blocks))
         assert self.cache.num_blocks == len(held) + self.cache.num_free
@@ -99,7 +99,7 @@ def test_random_histories_against_a_dict(dtype, num_blocks, seed, steps) -> None
 
 
 def test_extend_takes_whole_blocks_and_only_what_is_missing() -> None:
-    cache, table = cache_of(8), []
+    cache, table = cache_of(8), BlockTable()
     cache.extend(table, 1)
     assert len(table) == 1
     cache.extend(table, KV_BLOCK_TOKENS)
@@ -115,15 +115,15 @@ def test_extend_takes_whole_blocks_and_only_what_is_missing() -> None:
 
 
 def test_released_blocks_are_given_out_again() -> None:
-    cache, tables = cache_of(6), [[], [], []]
+    cache, tables = cache_of(6), [BlockTable() for _ in range(3)]
     for table in tables:
         cache.extend(table, 2 * KV_BLOCK_TOKENS)
-    freed = list(tables[1])
+    freed = list(tables[1].full)
     cache.release(tables[1])
-    assert (tables[1], cache.num_free) == ([], 2)
-    again = []
+    assert (tables[1], cache.num_free) == (BlockTable(), 2)
+    again = BlockTable()
     cache.extend(again, 2 * KV_BLOCK_TOKENS)
-    assert sorted(freed) == sorted(again)
+    assert sorted(freed) == sorted(again.full)
     assert cache.num_free == 0
 
 
@@ -151,12 +151,12 @@ def test_scrub_zeroes_a_sequence_and_nothing_else() -> None:
 
 
 def test_scrub_of_an_empty_sequence() -> None:
-    cache_of().scrub([])
+    cache_of().scrub(BlockTable())
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH))
 def test_rounded_is_what_comes_back(dtype) -> None:
-    cache, table = cache_of(2, dtype), []
+    cache, table = cache_of(2, dtype), BlockTable()
     cache.extend(table, 9)
     k, v = random_tokens(9, 3)
     cache.write(1, cache.slots(table, 0, 9), k, v)
@@ -168,7 +168,7 @@ def test_rounded_is_what_comes_back(dtype) -> None:
 def test_a_new_pool_is_finite() -> None:
     """Masked positions are multiplied before they are masked."""
     cache = cache_of()
-    for part in cache.gather(0, cache.block_rows([[0, 1], [2]])):
+    for part in cache.gather(0, cache.block_rows([BlockTable(full=[0, 1]), BlockTable(full=[2])])):
         assert part.shape == (2, HEADS, 2 * KV_BLOCK_TOKENS, HEAD_DIM)
         assert part.isfinite().all()
 
@@ -188,5 +188,57 @@ def test_tables_of_unequal_length_are_padded() -> None:
 def test_gather_bytes_per_block_is_the_size_of_a_gathered_block() -> None:
     for dtype in TORCH:
         cache = cache_of(3, dtype)
-        k, v = cache.gather(0, cache.block_rows([[1]]))
+        k, v = cache.gather(0, cache.block_rows([BlockTable(full=[1])]))
         assert k.nbytes + v.nbytes == cache.gather_bytes_per_block
+
+
+def ringed(num_blocks=40, max_sequences=3, windows=(20, None)):
+    return KVCache(num_layers=LAYERS, num_blocks=num_blocks, num_kv_heads=HEADS, head_dim=HEAD_DIM,
+                   dtype="float32", windows=windows, max_sequences=max_sequences)  # fmt: skip
+
+
+def test_layers_with_a_window_hold_no_more_than_it() -> None:
+    cache = ringed()
+    assert cache.ring_tokens == 32
+    tables = [BlockTable() for _ in range(3)]
+    for table in tables:
+        cache.extend(table, 200)
+    assert [(len(t.full), len(t.ring)) for t in tables] == [(13, 2)] * 3
+    sizes = [layer.shape[1] // HEADS for layer in cache._layers]
+    assert sizes == [6, 40]
+    for table in tables:
+        cache.release(table)
+    assert (len(cache._free), len(cache._free_ring)) == (40, 6)
+
+
+def test_short_sequences_take_no_whole_ring() -> None:
+    cache, table = ringed(windows=(100, 40)), BlockTable()
+    cache.extend(table, 17)
+    assert (len(table.full), len(table.ring)) == (2, 2)
+    cache.extend(table, 1000 // 2)
+    assert (len(table.full), len(table.ring)) == (32, 7)
+
+
+@given(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_a_ring_gives_back_the_last_tokens_written(window, steps) -> None:
+    cache, table, written = ringed(windows=(window, None)), BlockTable(), []
+    for seed, count in enumerate(steps):
+        start, end = len(written), len(written) + count
+        cache.extend(table, end)
+        k, v = random_tokens(count, seed)
+        written += list(zip(k, v, strict=True))
+        kept = max(start, end - cache.ring_tokens)
+        cache.write(0, cache.ring_slots(table, kept, end), k[kept - start :], v[kept - start :])
+        first = max(0, end - window)
+        found = cache.gather_tokens(0, cache.ring_slots(table, first, end))
+        for i, expected in enumerate(zip(*written[first:], strict=True)):
+            assert torch.equal(torch.stack(expected), found[i])
+
+
+def test_scrub_reaches_rings() -> None:
+    cache, table = ringed(), BlockTable()
+    cache.extend(table, 30)
+    broken = torch.full((30, HEADS, HEAD_DIM), float("nan"))
+    cache.write(0, cache.ring_slots(table, 0, 30), broken, broken)
+    cache.scrub(table)
+    assert cache._layers[0].isfinite().all()

@@ -15,7 +15,7 @@ from moebatch.data.columns import ColumnNames, schema_of
 from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
-from moebatch.data.tokenizer import load_tokenizer
+from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.errors import ModelError, UsageError
 
 BOS = 0
@@ -378,12 +378,44 @@ def test_flat_columns_count_when_they_have_the_right_type(make):
     params = make().build(flat(max_new_tokens=7, temperature=0, seed=5, stop=["x"])).params
     assert (params.max_tokens, params.temperature, params.seed) == (7, 0.0, 5)
     assert params.stop == ("x",)
-    other = flat(max_tokens="7", temperature="hot", seed=None, stop="", n=9, top_p=math.nan)
+    other = flat(max_tokens="7x", temperature="hot", seed=None, stop="", n=9, top_p=math.nan)
     kept = make(defaults=SamplingParams(max_tokens=3)).build(other).params
     assert kept == SamplingParams(max_tokens=3)
     refused(make().build(flat(temperature=-1)), "invalid_request", "temperature")
     both = flat(max_tokens=5, sampling_params={"max_new_tokens": 6})
     assert make().build(both).params.max_tokens == 6
+
+
+def test_numbers_written_as_text_count_too(make):
+    """A CSV file has no other way to write them."""
+    builder = make()
+    row = flat(max_tokens="7", temperature=" 0.5", seed="-3", ignore_eos="True", top_k="")
+    params = builder.build(row).params
+    assert (params.max_tokens, params.temperature, params.seed) == (7, 0.5, -3)
+    assert params.ignore_eos is True
+    assert "max_tokens" not in " ".join(builder.warnings)
+
+
+def test_a_column_that_only_looks_like_a_parameter_is_named_once(make):
+    builder = make(defaults=SamplingParams(max_tokens=3))
+    for _ in range(3):
+        assert builder.build(flat(temperature="hot", top_p=[1])).params.temperature == 1.0
+    assert [text for text in builder.warnings if "'temperature'" in text] == [builder.warnings[0]]
+    assert "'top_p'" in builder.warnings[1]
+    assert len(builder.warnings) == 2
+
+
+def test_a_flag_that_fits_no_row_is_refused_before_the_rows(make):
+    with pytest.raises(UsageError, match="--stop-token-id 999999"):
+        make(defaults=SamplingParams(stop_token_ids=(999999,)))
+
+
+def test_a_fault_of_ours_is_an_error_of_its_row(make, monkeypatch):
+    builder = make()
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
+    error = builder.build(flat())
+    assert (error.code, error.retryable, error.line) == ("internal_error", True, 9)
+    assert "ZeroDivisionError" in error.message
 
 
 def test_a_row_wins_over_the_defaults(make):
@@ -436,6 +468,27 @@ def test_any_row_gives_a_request_or_an_error(tokenizer, columns):
 
 def ids(count):
     return row({"prompt_token_ids": list(range(2, 2 + count))})
+
+
+@pytest.mark.parametrize("text", ["x" * 400_000, "one two " * 50_000])
+def test_a_hopeless_prompt_is_not_encoded_to_its_end(make, monkeypatch, text):
+    """Ten megabytes on a line took eleven seconds each; the verdict is that of encoding it all."""
+    full = make(max_model_len=99)
+    most = 0
+    encode = Tokenizer.encode
+
+    def counted(self, text, *, add_special_tokens):
+        nonlocal most
+        most = max(most, len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    error = full.build(row({"prompt": text}))
+    assert (error.code, error.param, error.skipped) == ("context_length_exceeded", "prompt", False)
+    assert most < 2000
+    assert make(max_model_len=99, on_too_long="skip").build(row({"prompt": text})).skipped
+    cut = make(max_model_len=99, on_too_long="truncate").build(row({"prompt": text[:9999]}))
+    assert len(cut.prompt_token_ids) < 99
 
 
 def test_max_tokens_is_filled_in_and_clamped(make):
@@ -546,7 +599,7 @@ import importlib, pkgutil, sys
 import moebatch.data
 for module in pkgutil.iter_modules(moebatch.data.__path__):
     importlib.import_module(f"moebatch.data.{module.name}")
-heavy = "torch numpy pyarrow datasets tokenizers sentencepiece jinja2 transformers".split()
+heavy = "torch pyarrow datasets tokenizers sentencepiece jinja2 transformers".split()
 sys.exit(" ".join(name for name in heavy if name in sys.modules) or 0)
 """
     done = subprocess.run(

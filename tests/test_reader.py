@@ -3,15 +3,18 @@
 import gzip
 import io
 import json
+import tempfile
 import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moebatch.data import dataset
 from moebatch.data.columns import ColumnNames
+from moebatch.data.dataset import Dataset
 from moebatch.data.json_lines import BadRow, iter_json_lines
-from moebatch.data.reader import peek, read_rows
+from moebatch.data.reader import RowRange, peek, read_rows
 from moebatch.data.requests import RawRow, RowError
 from moebatch.errors import InputError, InputNotFound, UsageError
 
@@ -205,7 +208,12 @@ def test_what_is_not_there_is_exit_7_before_reading(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("x.parquet", b"no parquet"), ("x.jsonl.gz", b"no gzip"), ("x.jsonl", b""), ("x.csv", b"")],
+    [
+        ("x.parquet", b"no parquet"),
+        ("x.jsonl.gz", b"\x1f\x8bno gzip"),
+        ("x.jsonl", b""),
+        ("x.csv", b""),
+    ],
 )
 def test_broken_and_empty_files_are_exit_6_with_one_line(tmp_path, name, data):
     with pytest.raises(InputError) as caught:
@@ -286,3 +294,63 @@ def test_peek_gives_the_head_and_loses_nothing():
     assert head == [0, 1, 2]
     assert list(everything) == [0, 1, 2, 3, 4]
     assert peek(iter([1]), 3)[0] == [1]
+
+
+# --- the first reading ---
+
+
+def test_a_survey_keeps_few_bytes_a_row(tmp_path, monkeypatch):
+    """Eight for the hash of its id; a set of a million ids takes twelve times as much."""
+
+    def peak_bytes(num_rows):
+        lines = "".join(f'{{"id":"row-{i}","prompt":"x"}}\n' for i in range(num_rows))
+        path = write(tmp_path / f"{num_rows}.jsonl", lines)
+        del lines
+        tracemalloc.start()
+        with Dataset([path]) as data:
+            assert data.survey().num_rows == num_rows
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    peak_bytes(10)
+    heard = []
+    monkeypatch.setattr(dataset, "_PROGRESS_ROWS", 10)
+    with Dataset([str(tmp_path / "10.jsonl")]) as data:
+        data.survey(progress=heard.append)
+    assert heard == [10]
+    assert peak_bytes(40_000) - peak_bytes(2_000) < 38_000 * 40
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5) | st.none(), max_size=12), st.integers(1, 3))
+def test_a_survey_marks_what_a_set_of_ids_would(ids, parts):
+    """Row ids are unique once those without one have taken their place in the data."""
+    rows = [b"broken" if id_ is None else json.dumps({"id": id_}).encode() for id_ in ids]
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        file.write(b"\n".join(rows))
+        file.flush()
+        seen, expected = set(), []
+        for id_ in ids:
+            expected.append(id_ is not None and id_ in seen)
+            seen.add(id_)
+        for part in range(parts):
+            chosen = RowRange(shard=(part, parts))
+            with Dataset([file.name], chosen=chosen) as data:
+                if not ids:
+                    with pytest.raises(InputError, match="no rows"):
+                        data.survey()
+                    continue
+                survey = data.survey(on_duplicate="row-error")
+                codes = [getattr(row, "code", None) for row in data.rows(survey)]
+            assert [bool(mark) for mark in survey.repeated] == expected
+            assert survey.num_rows == len(codes)
+            assert [code == "duplicate_id" for code in codes] == expected[part::parts]
+            assert survey.num_repeated == sum(expected)
+
+
+def test_two_ids_with_one_hash_are_two_ids(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "_hash", lambda content: 7)
+    path = write(tmp_path / "x.jsonl", '{"id":"a"}\n{"id":"b"}\nbroken\n')
+    with Dataset([path]) as data:
+        assert data.survey().num_repeated == 0

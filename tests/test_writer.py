@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import RowFormat
+from moebatch.data.places import check_output
 from moebatch.data.reader import read_rows
 from moebatch.data.requests import (
     Choice,
@@ -23,7 +24,7 @@ from moebatch.data.requests import (
     SamplingParams,
     TokenLogprob,
 )
-from moebatch.data.writer import OutputWriter, check_output
+from moebatch.data.writer import OutputWriter
 from moebatch.errors import OutputClosed, OutputError, OutputWriteError, UsageError
 
 FORMAT = RowFormat(model_name="org/model", run_id="r1", created=1700000000)
@@ -405,10 +406,10 @@ def test_parquet_rows_are_read_again_as_input(tmp_path):
     with OutputWriter(tmp_path / "o.parquet", format=FORMAT) as writer:
         writer.put(row, done(row, "x"))
     (again,) = read_rows([str(tmp_path / "o.parquet")])
-    assert json.loads(again.columns["messages"]) == row.columns["messages"]
+    assert again.columns["messages"] == row.columns["messages"]
 
 
-@pytest.mark.parametrize("where", ["write", "flush", "fsync", "replace"])
+@pytest.mark.parametrize("where", ["write", "sync", "fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_is_one_line_that_says_what_is_kept(tmp_path, monkeypatch, where, code):
     def fail(*_):
@@ -539,3 +540,23 @@ def test_unknown_extras_are_a_usage_error(tmp_path):
             tmp_path / "o", format=RowFormat(model_name="m", run_id="r", include=("timing",))
         )
     assert os.listdir(tmp_path) == []
+
+
+def test_rows_ahead_of_their_turn_wait_on_the_disk(tmp_path, monkeypatch):
+    """The same bytes as in memory; the temporary file has no name and shrinks when it is drained."""
+    monkeypatch.setattr("moebatch.data.waiting._MOST_BYTES", 300)
+    rows = [flat_row(i, prompt="é" * (i * 7 % 90)) for i in range(60)]
+    outcomes = [done(row, "x" * row.index) for row in rows]
+    outcomes[30] = RowError(index=30, id="30", code="invalid_json", message="m")
+    plain = tmp_path / "plain.jsonl"
+    with OutputWriter(plain, format=FORMAT) as writer:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            writer.put(None if row.index == 30 else row, outcome)
+    path = tmp_path / "o.jsonl"
+    with OutputWriter(path, format=FORMAT) as writer:
+        for k in [*range(20, 0, -1), 0, *range(59, 20, -1)]:
+            writer.put(None if k == 30 else rows[k], outcomes[k])
+            assert writer._waiting._num_bytes <= 300
+        assert writer._waiting._end == 0
+    assert path.read_bytes() == plain.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl", "plain.jsonl"]

@@ -3,6 +3,7 @@
 Heavy libraries are imported inside the commands, so `--help` answers at once.
 """
 
+import itertools
 import os
 import sys
 import traceback
@@ -11,12 +12,13 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import run
+from moebatch.cli import convert, doctor, merge, models, plan, retry, run, status, validate
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
-failed, 5 no policy fits the memory, 6 input invalid, 7 model or data set not found, 8 output
-exists, 130 Ctrl-C, 143 SIGTERM."""
+failed, 4 stopped by --max-errors, 5 no policy fits the memory, 6 input invalid, 7 model or data set
+not found, 8 output belongs to another run, 9 output locked by a live run, 75 --time-limit, 130
+Ctrl-C, 143 SIGTERM (after these three the same command goes on)."""
 
 app = typer.Typer(
     name="moebatch",
@@ -26,6 +28,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=EXIT_CODES)(run.run)
+app.command("plan", epilog=EXIT_CODES)(plan.plan)
+app.command("doctor")(doctor.doctor)
+app.command("models")(models.models)
+app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(
+    validate.validate
+)
+app.command("status", epilog="Exit codes: 0 shown, 7 no such run.")(status.status)
+app.command("retry", epilog="Exit codes: as of run.",
+            context_settings={"ignore_unknown_options": True})(retry.retry)  # fmt: skip
+app.command("merge", epilog="Exit codes: 0 joined, 6 shards are missing, unfinished or of other data,"
+            " 8 of other runs.")(merge.merge)  # fmt: skip
+app.command("convert", epilog="Exit codes: 0 converted, 6 a row cannot be.")(convert.convert)
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,7 +70,7 @@ def main() -> None:
 
 def _guarded(args: list[str]) -> int:
     try:
-        result = app(args, prog_name="moebatch", standalone_mode=False)
+        result = app(_with_plain_resume(args), prog_name="moebatch", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except MoebatchError as error:
         if not isinstance(error, OutputClosed):
@@ -75,6 +89,14 @@ def _guarded(args: list[str]) -> int:
             hint="please report it, with what MOEBATCH_DEBUG=1 prints",
         )
         return 1
+
+
+def _with_plain_resume(args: list[str]) -> list[str]:
+    """`--resume` may stand alone: then it says what is the default."""
+    return [
+        "--resume=auto" if arg == "--resume" and after not in ("auto", "numeric") else arg
+        for arg, after in itertools.pairwise([*args, ""])
+    ]
 
 
 def _complain(message: str, *, hint: str | None) -> None:

@@ -3,13 +3,18 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from moebatch.cli.limits import Tolerance
 from moebatch.data.columns import ColumnNames
+from moebatch.data.dataset import Dataset, Survey
+from moebatch.data.reader import RowRange
+from moebatch.data.rows_file import RowsFile, read_rows_file
+from moebatch.data.side import side_path
 from moebatch.errors import UsageError
-from moebatch.plan.optimizer import Overrides
+from moebatch.plan.policy import Overrides, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,22 @@ class InputOptions:
     offset: int
     subset: str | None
     split: str | None
+    shard: tuple[int, int] = (0, 1)
+    on_duplicate: Any = "refuse"
+
+    def open(self) -> Dataset:
+        """The data set, ready to be read twice.
+
+        Raises: InputNotFound, InputError, UsageError.
+        """
+        return Dataset(
+            self.sources,
+            input_format=self.input_format,
+            columns=self.columns,
+            chosen=RowRange(limit=self.limit, offset=self.offset, shard=self.shard),
+            subset=self.subset,
+            split=self.split,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +57,27 @@ class OutputOptions:
     order: Any
     overwrite: bool
     allow_row_errors: bool
+    error_file: Path | None = None
+    report_file: Path | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
+
+    def rows_file(self, survey: Survey, shard: tuple[int, int]) -> RowsFile:
+        """What stands beside the output about its rows."""
+        return RowsFile(
+            shard=shard,
+            num_rows=survey.num_rows,
+            in_range=survey.in_range,
+            ids=survey.ids,
+            order=self.order,
+            error_file=None if self.error_file is None else str(self.error_file.resolve()),
+        )
+
+    def wrote_error_file(self) -> bool:
+        """Whether the error file is one that an earlier start of this run wrote."""
+        if self.error_file is None or self.path == "-":
+            return False
+        before = read_rows_file(side_path(self.path))
+        return before is not None and before.error_file == str(self.error_file.resolve())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +97,17 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceOptions:
-    """What the run may use. `memory_bytes` None: what the machine leaves free."""
+    """What the run may use. `memory_bytes` None: what the machine leaves free.
+
+    `policy` None: the planner chooses.
+    """
 
     memory_bytes: int | None
     cpu_threads: int | None
     dtype: str
     quantization: str
     overrides: Overrides
+    policy: Policy | None = None
 
 
 def text_or_file(value: str | None) -> str | None:

@@ -1,74 +1,62 @@
 """One run from files to files: read rows, plan, let the engine compute, write what comes out."""
 
-import sys
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any
 
+from moebatch.cli import prompts
+from moebatch.cli.accelerator import (
+    TRACED_PASSES,
+    AcceleratorOptions,
+    check_accelerator,
+    device_line,
+    given_plan,
+    open_accelerator,
+    plan_for,
+    write_trace,
+)
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
+from moebatch.cli.flow import Rows
+from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
+from moebatch.cli.limits import ErrorLimit
+from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
-from moebatch.data.chat import load_chat_template
-from moebatch.data.counting import count_rows
+from moebatch.cli.stop import Stop
+from moebatch.cli.this_machine import this_machine
+from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
-from moebatch.data.params import sampling_defaults
 from moebatch.data.parse import RequestBuilder
-from moebatch.data.reader import peek, read_rows
-from moebatch.data.requests import Completion, Outcome, RawRow, Request, RowError
+from moebatch.data.places import check_beside, check_output
+from moebatch.data.reader import peek
+from moebatch.data.requests import RawRow, Request, RowError
+from moebatch.data.rows_file import RowsFile
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
-from moebatch.data.writer import OutputWriter, check_output
-from moebatch.errors import UsageError
-from moebatch.model.checkpoint import Checkpoint, read_json
+from moebatch.data.writer import OutputWriter
+from moebatch.errors import DeviceMemoryFull, Interrupted
+from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
-from moebatch.plan.memory import LOADERS, MemoryPlan
-from moebatch.plan.optimizer import Overrides, choose
-from moebatch.plan.policy import Policy
+from moebatch.model.stored import locate
+from moebatch.plan.device_fit import DevicePlan
+from moebatch.plan.memory import LOADERS
+from moebatch.plan.optimizer import Plan
+from moebatch.plan.policy import Overrides
+from moebatch.plan.schedule import Processor
 from moebatch.plan.workload import WorkloadSpec
-from moebatch.report import Report, RowCounts, Times
-from moebatch.units import format_bytes, format_count
+from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
+    from moebatch.runtime.arithmetic import Arithmetic
+    from moebatch.runtime.backend import PassResult
+    from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
+_LESS_MEMORY, _LEAST_MEMORY = 0.85, 0.25  # of the accelerator's, planned with after it ran out
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
-
-
-@dataclass(slots=True)
-class Rows:
-    """The stream from rows to requests, and the outcomes back to rows.
-
-    Memory holds the rows that are under way, never the data set.
-    """
-
-    writer: OutputWriter
-    builder: RequestBuilder
-    counts: RowCounts = field(default_factory=RowCounts)
-    _under_way: dict[int, RawRow] = field(default_factory=dict)
-
-    def requests(self, rows: Iterable[RawRow | RowError]) -> Iterator[Request]:
-        """The requests of all rows that are in order; the others are written at once."""
-        for row in rows:
-            if isinstance(row, RowError):
-                self._finish(row.raw, row)
-                continue
-            outcome = self.builder.build(row)
-            if isinstance(outcome, RowError):
-                self._finish(row, outcome)
-            else:
-                self._under_way[row.index] = row
-                yield outcome
-
-    def take(self, outcome: Outcome) -> None:
-        """Write what the engine made of a request."""
-        index = outcome.request.index if isinstance(outcome, Completion) else outcome.index
-        self._finish(self._under_way.pop(index), outcome)
-
-    def _finish(self, row: RawRow | None, outcome: Outcome) -> None:
-        self.counts.add(outcome)
-        self.writer.put(row, outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,71 +69,77 @@ class Job:
     output: OutputOptions
     prompts: PromptOptions
     resources: ResourceOptions
+    accelerator: AcceleratorOptions = field(default_factory=AcceleratorOptions)
+    keep: KeepOptions = field(default_factory=KeepOptions)
 
-    def execute(self, view: View) -> Report:
-        """Run it; the report also when rows failed.
+    def execute(self, view: View, stop: Stop) -> Report:
+        """Run it; the report also when rows failed, or when it was stopped with its work kept.
 
-        Raises: MoebatchError for anything that stops the whole run.
+        Raises: MoebatchError for anything that ends the whole run; Interrupted before there was any
+        work to keep.
         """
         out = self.output
-        check_output(out.path, inputs=self.rows.sources, overwrite=out.overwrite,
-                     output_format=out.output_format)  # fmt: skip
-        with Checkpoint(self.model.path) as checkpoint:
+        if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
+            check_accelerator(self.accelerator)  # before there is a side directory
+        with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
+            check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
+                         output_format=out.output_format, error_path=out.error_file,
+                         error_is_ours=out.wrote_error_file())  # fmt: skip
+            if out.report_file is not None:
+                others = [] if out.error_file is None else [str(out.error_file)]
+                check_beside(out.report_file, option="--report", output=out.path,
+                             inputs=[*dataset.files, *others])  # fmt: skip
             checkpoint.check(self.model.parts())
+            survey = dataset.survey(
+                on_duplicate=self.rows.on_duplicate,
+                progress=lambda rows: view.note(f"checking · {rows:,} rows"),
+            )
             job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
-            return job._execute(checkpoint, view)
+            with stop.deferred():
+                return job._execute(checkpoint, view, stop, dataset.rows(survey),
+                                    out.rows_file(survey, self.rows.shard))  # fmt: skip
 
-    def _execute(self, checkpoint: Checkpoint, view: View) -> Report:
+    def _execute(self, checkpoint: Checkpoint, view: View, stop: Stop,
+                 rows: Iterable[RawRow | RowError], made: RowsFile) -> Report:  # fmt: skip
         start, started_at = time.perf_counter(), datetime.now(UTC)
-        out = self.output
+        out, done = self.output, _Done()
         tokenizer = load_tokenizer(self.model.path)
-        builder = self._builder(tokenizer)
-        _, stream = peek(self._read(), 1)  # a data set that cannot be read is found before writing
-        with OutputWriter(out.path, format=self._format(tokenizer, started_at),
-                          output_format=out.output_format, order=out.order) as writer:  # fmt: skip
-            flow = Rows(writer, builder)
-            head, requests = peek(flow.requests(stream), _PEEKED_ROWS)
-            done = Computed.nothing()
-            if head:
-                done = self._run(
-                    flow, head, requests, tokenizer=tokenizer, checkpoint=checkpoint, view=view
-                )
-        return self._report(flow, done, started_at=started_at, total_s=time.perf_counter() - start)
+        builder, identity = self._builder(tokenizer)
+        limit = ErrorLimit(out.tolerance, num_rows=made.num_rows)
+        with open_work(out.path, identity, self.keep) as work:
+            view.note_all(work.greeting())
+            work.note_rows(made)
+            flow = Rows(OutputWriter(out.path, format=self._format(tokenizer, work.manifest),
+                                     output_format=out.output_format, order=out.order,
+                                     error_path=out.error_file, metadata=work.metadata()),
+                        builder, limit, stop, work.record)  # fmt: skip
+            with suppress(Interrupted), flow.writer:
+                head, requests = peek(flow.requests(rows), _PEEKED_ROWS)
+                if head:
+                    self._run(flow, head, requests, done, num_rows=made.num_rows, work=work,
+                              tokenizer=tokenizer, checkpoint=checkpoint, view=view)  # fmt: skip
+                with stop.immediate():
+                    flow.writer.close()
+                work.note_rows(made.finished(flow.writer.diverted))
+                work.finish()
+            report = self._report(flow, done.computed, work, started_at=started_at,
+                                  total_s=time.perf_counter() - start)  # fmt: skip
+            work.log(report.status)
+        if self.accelerator.trace is not None and done.traced:
+            write_trace(self.accelerator.trace, done.traced)
+        return report
 
-    def _read(self) -> Iterator[RawRow | RowError]:
-        rows = self.rows
-        return read_rows(
-            rows.sources,
-            input_format=rows.input_format,
-            columns=rows.columns,
-            limit=rows.limit,
-            offset=rows.offset,
-            subset=rows.subset,
-            split=rows.split,
-        )
-
-    def _builder(self, tokenizer: Tokenizer) -> RequestBuilder:
-        prompts, model = self.prompts, self.model
-        return RequestBuilder(
-            tokenizer,
-            chat_template=load_chat_template(model.path, override=prompts.chat_template),
-            defaults=sampling_defaults(self._generation_config(), prompts.sampling),
-            vocab_size=model.spec.vocab_size,
-            max_model_len=self.max_model_len,
-            on_too_long=prompts.on_too_long,
-            truncation_side=prompts.truncation_side,
-            apply_chat_template=prompts.apply_chat_template,
-            system=prompts.system,
-            strict=prompts.strict,
-            columns=self.rows.columns,
-            model_name=model.name,
-        )
-
-    def _generation_config(self) -> Mapping[str, Any] | None:
-        choice = self.prompts.generation_config
-        if choice == "auto":
-            return self.model.generation_config
-        return None if choice == "none" else read_json(Path(choice))
+    def _builder(self, tokenizer: Tokenizer) -> tuple[RequestBuilder, dict[str, Any]]:
+        """What makes requests of rows, and the fingerprint of all that goes into them."""
+        asked, model = self.prompts, self.model
+        template = prompts.chat_template(model, asked)
+        defaults = prompts.row_defaults(model, asked)
+        shaping = {"system": asked.system, "apply_chat_template": asked.apply_chat_template}
+        identity = fingerprint(model, tokenizer=tokenizer, template=template, defaults=defaults,
+                               schema=self.output.schema, prompts=shaping)  # fmt: skip
+        builder = prompts.request_builder(model, asked, tokenizer=tokenizer, template=template,
+                                          defaults=defaults, columns=self.rows.columns)  # fmt: skip
+        return builder, identity
 
     @property
     def max_model_len(self) -> int:
@@ -153,104 +147,149 @@ class Job:
 
         Raises: UsageError for more than the model has.
         """
-        wanted, most = self.prompts.max_model_len, self.model.spec.max_model_len
-        if wanted is not None and not 1 <= wanted <= most:
-            raise UsageError(f"--max-model-len {wanted} is not between 1 and the model's {most}")
-        return wanted or most
+        return prompts.max_model_len(self.model, self.prompts)
 
-    def _format(self, tokenizer: Tokenizer, started_at: datetime) -> RowFormat:
+    def _format(self, tokenizer: Tokenizer, manifest: Manifest) -> RowFormat:
         return RowFormat(
             schema=self.output.schema,
             model_name=self.model.name,
-            run_id=uuid4().hex[:12],
-            created=int(started_at.timestamp()),
+            run_id=manifest.run_id,
+            created=manifest.created,
             include=self.output.include,
             token_bytes=tokenizer.token_bytes,
         )
 
     def _run(
-        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], *,
-        tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
-    ) -> "Computed":  # fmt: skip
-        """Plan from the first rows, load, and run."""
-        from moebatch.native.kernels import load_kernels
-        from moebatch.runtime import host
-        from moebatch.runtime.engine import (
-            Engine,
-            compute_type,
-            quantization_type,
-            use_threads,
-        )
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+    ) -> None:  # fmt: skip
+        """Plan from the first rows, load, and run. `done` is filled in also when that is stopped.
 
-        compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
-        threads = self.resources.cpu_threads or host.num_cores()
-        kernels = load_kernels(threads)
-        use_threads(threads, native=kernels is not None)
-        quantization = quantization_type(self.resources.quantization, kernels)
-        budget = self.resources.memory_bytes or host.default_budget_bytes()
-        workload = _workload(head)
-        policy, memory = choose(
-            self.model.spec,
-            workload,
-            memory_bytes=budget,
-            base_bytes=host.base_bytes(),
-            fixed=self.resources.overrides,
-        )
-        view.note(_plan_line(self.model, policy, memory, budget))
-        total = len(head) if workload.num_sequences is not None else self._count_rows()
+        Where the accelerator's memory runs out, again with a smaller plan, from where it was.
+        Raises: Interrupted, MoebatchError.
+        """
+        share, left, stats = 1.0, requests, None
+        while True:
+            try:
+                self._attempt(flow, head, left, done, num_rows=num_rows, work=work, view=view,
+                              tokenizer=tokenizer, checkpoint=checkpoint, share=share,
+                              stats=stats)  # fmt: skip
+                return
+            except DeviceMemoryFull as error:
+                share *= _LESS_MEMORY
+                if not self.accelerator.replans or self.resources.policy or share < _LEAST_MEMORY:
+                    raise
+                left, done.unanswered = itertools.chain(done.unanswered, left), ()
+                stats = done.stats
+                view.note(f"{error}; going on with a smaller plan")
+                work.log(f"{error}; going on with a smaller plan")
+
+    def _attempt(
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+        share: float, stats: "EngineStats | None",
+    ) -> None:  # fmt: skip
+        """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
+        from moebatch.runtime import arithmetic, host
+        from moebatch.runtime.engine import Engine
+
+        device = open_accelerator(self.accelerator)
+        how = arithmetic.prepare(
+            dtype=self.resources.dtype, quantization=self.resources.quantization,
+            weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
+            threads=self.resources.cpu_threads or host.num_cores(),
+        )  # fmt: skip
+        budget = self.resources.memory_bytes
+        if budget is None:
+            budget = host.default_budget_bytes()
+        workload = _workload(head, num_rows)
+        plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
+                                budget=budget, share=share,
+                                attention=work.attention_before())  # fmt: skip
+        view.note(line)
+        work.log(line)
+        work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
+                          "attention": plan.policy.attention, "kernels": how.variant,
+                          "quantization": how.quantization})  # fmt: skip
         with Engine(
             checkpoint,
             spec=self.model.spec,
             family=self.model.family,
-            policy=policy,
+            policy=plan.policy,
             open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
             decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
-            compute=compute,
-            kernels=kernels,
-            quantization=quantization,
+            compute=how.compute,
+            kernels=how.kernels,
+            quantization=how.quantization,
+            device=device,
+            stats=stats,
+            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+            interrupted=flow.stop.requested,
         ) as engine:
-            engine.load(threads=min(threads, LOADERS), progress=view.loading)
-            for outcome in engine.run(
-                requests, lambda stats: view.running(_state(stats, flow, total, workload))
-            ):
-                flow.take(outcome)
-            return Computed.of(
-                engine,
-                policy=policy,
-                memory=memory,
-                budget=budget,
-                compute=compute,
-                kernels="pytorch" if kernels is None else kernels.variant,
-            )
+            try:
+                with flow.stop.immediate():
+                    engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
+                flow.compute(engine, requests, lambda stats: view.running(
+                    _state(stats, flow, num_rows, workload)))  # fmt: skip
+            except DeviceMemoryFull:
+                done.unanswered, done.stats = engine.unanswered(), engine.stats
+                raise
+            finally:
+                done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
+                done.traced = engine.traced
 
-    def _count_rows(self) -> int | None:
-        return count_rows(self.rows.sources, limit=self.rows.limit, offset=self.rows.offset)
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
+              threads: int, budget: int, share: float,
+              attention: Processor | None) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+        """The plan, and the line that says what it is."""
+        from moebatch.runtime import host
 
-    def _report(self, flow: Rows, done: "Computed", *, started_at: datetime,
+        spec, resources, base = self.model.spec, self.resources, host.base_bytes()
+        if device is not None and resources.policy is not None:
+            policy = overridden(resources.policy, resources.overrides)
+            given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
+            return given, device_line(self.model.name, device, given, budget)
+        if device is None:
+            planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                               budget=budget, base_bytes=base)  # fmt: skip
+            return planned, plan_line(self.model.name, spec, planned, budget)
+        fixed = replace(resources.overrides, attention=attention)
+        fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
+                          compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
+                          budget=budget, base_bytes=base, share=share)  # fmt: skip
+        return fitted, device_line(self.model.name, device, fitted, budget)
+
+    def _policy_source(self) -> str:
+        start = "planned" if self.resources.policy is None else "file"
+        return start if self.resources.overrides == Overrides() else f"{start}, overridden"
+
+    def _report(self, flow: Rows, done: "Computed", work: Work, *, started_at: datetime,
                 total_s: float) -> Report:  # fmt: skip
         from moebatch.runtime import host
 
         failed = flow.counts.failed and not self.output.allow_row_errors
+        stop = flow.stop if not work.finished else None
         return Report(
             command=self.command,
             started_at=started_at.isoformat(timespec="seconds"),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            status="completed",
-            exit_code=3 if failed else 0,
+            status=stop.reason if stop else "completed",
+            exit_code=stop.exit_code if stop else 3 if failed else 0,
             model_name=self.model.name,
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
             quantization=self.resources.quantization,
-            machine={**host.describe(), "kernels": done.kernels},
-            policy=done.policy,
-            policy_source="planned" if self.resources.overrides == Overrides() else "overridden",
-            memory_plan=done.memory,
+            machine={**host.describe(), "gpu": done.device, "kernels": done.kernels},
+            plan=done.plan,
+            policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
             peak_rss_bytes=host.peak_rss_bytes(),
             rows=flow.counts,
+            kept=flow.kept,
+            work=work.describe(),
             times=Times(
                 total=total_s, load=done.load_s, prefill=done.prefill_s, decode=done.decode_s
             ),
@@ -258,26 +297,20 @@ class Job:
             disk_read_bytes=done.disk_read_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
-            warnings=[*flow.builder.warnings, *done.warnings],
+            warnings=[*flow.warnings, *done.warnings],
         )
-
-
-_NO_KERNELS = (
-    "installed without native kernels, PyTorch computes at a fraction of the speed: "
-    "install a C++ compiler and moebatch once more"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """What the engine has to say about a run once it is over."""
 
-    policy: Policy | None
-    memory: MemoryPlan | None
+    plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
     kernels: str | None = None
     warnings: Sequence[str] = ()
+    device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -287,19 +320,17 @@ class Computed:
     expert_tokens: Sequence[Sequence[int]] = ()
 
     @classmethod
-    def of(cls, engine: "Engine", *, policy: Policy, memory: MemoryPlan, budget: int,
-           compute: str, kernels: str) -> "Computed":  # fmt: skip
+    def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
+           how: "Arithmetic") -> "Computed":  # fmt: skip
         """Read it off the engine."""
-        from moebatch.native.kernels import extension
-
         stats = engine.stats
         return cls(
-            policy=policy,
-            memory=memory,
+            plan=plan,
             budget=budget,
-            compute=compute,
-            kernels=kernels,
-            warnings=() if extension() else (_NO_KERNELS,),
+            compute=how.compute,
+            kernels=how.variant,
+            warnings=how.warnings,
+            device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
             decode_s=stats.decode_s,
@@ -312,34 +343,44 @@ class Computed:
     @classmethod
     def nothing(cls) -> "Computed":
         """No row could become a request, so no model was loaded."""
-        return cls(policy=None, memory=None, budget=0)
+        return cls(plan=None, budget=0)
+
+
+@dataclass(slots=True)
+class _Done:
+    """What was computed, for who asks after the engine is gone."""
+
+    computed: Computed = field(default_factory=Computed.nothing)
+    traced: "Sequence[PassResult]" = ()
+    unanswered: Sequence[Request] = ()
+    stats: "EngineStats | None" = None
 
 
 def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
-    """The data type that the experts really have: config.json is often wrong about it."""
-    part = model.family.expert_parts(model.spec, 0, 0)[0]
-    dtype = checkpoint.entry(part.sources[0]).dtype
+    """The data type that the experts really have: config.json is often wrong about it.
+
+    What is quantised is decoded to the type of the embedding.
+    """
+    layer = model.spec.last_sparse
+    part = model.family.expert_parts(model.spec, layer, 0)[0]
+    stored = locate(checkpoint, part.sources[0])
+    if stored.kind != "plain":
+        stored = locate(checkpoint, model.family.vocabulary_parts(model.spec)[0].sources[0])
+    dtype = stored.entries[0].dtype
     return replace(model, spec=replace(model.spec, weight_dtype=dtype))
 
 
-def _workload(head: Sequence[Request]) -> WorkloadSpec:
-    """Lengths of the first rows, each of a row's choices a sequence of its own."""
+def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
+    """Lengths of the first rows, each of a row's choices a sequence of its own, for all rows."""
     lengths = [
         (len(request.prompt_token_ids), request.params.max_tokens or 1)
         for request in head
         for _ in range(request.params.n)
     ]
-    return WorkloadSpec.measure(lengths, complete=len(head) < _PEEKED_ROWS)
-
-
-def _plan_line(model: LocalModel, policy: Policy, memory: MemoryPlan, budget: int) -> str:
-    spec = model.spec
-    return (
-        f"{model.name}: {format_count(spec.total_params)} parameters, "
-        f"{format_count(spec.active_params)} active · batch {policy.batch_size}, "
-        f"micro-batch {policy.micro_batch_size} · weights resident {policy.weights_resident:.0%} · "
-        f"planned memory {format_bytes(memory.total)} of {format_bytes(budget)}"
-    )
+    looked_at = WorkloadSpec.measure(lengths, complete=True)
+    if len(head) < _PEEKED_ROWS:
+        return looked_at
+    return looked_at.of_size(max(len(lengths), round(num_rows * len(lengths) / len(head))))
 
 
 def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:
@@ -348,26 +389,7 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
         phase=stats.phase,
         rows_done=flow.counts.total,
         rows_total=total,
-        tokens=stats.generated_tokens,
+        tokens=stats.generated_tokens + flow.tokens_kept,
         expected_tokens=expected,
         in_flight=stats.in_flight,
     )
-
-
-def write_report(report: Report, *, path: str | None, output: Path | Literal["-"]) -> None:
-    """Write the report where the user wants it, or beside the output.
-
-    Raises: UsageError when the file cannot be written.
-    """
-    if path == "-":
-        sys.stdout.write(report.to_json() + "\n")
-        return
-    if path is None and output == "-":
-        return
-    target = Path(path) if path else Path(f"{output}.moebatch") / "report.json"
-    try:
-        if path is None:
-            target.parent.mkdir(exist_ok=True)
-        target.write_text(report.to_json() + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write the report {target}: {error.strerror}") from None

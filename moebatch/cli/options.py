@@ -1,9 +1,11 @@
 """The options, one alias each, grouped in panels. Names follow vLLM, OpenAI and Hugging Face."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+from moebatch.errors import UsageError
 
 _INPUT, _OUTPUT = "Input", "Output"
 _GENERATION, _RESOURCES, _REPORTING = "Generation (a row wins)", "Resources", "Reporting"
@@ -33,9 +35,50 @@ Order = Annotated[str, typer.Option(help="input or completion.", rich_help_panel
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT)
 ]
+Resume = Annotated[
+    str,
+    typer.Option(
+        "--resume",
+        help="Go on with an earlier run of the same command (default); numeric: also where it "
+        "computed in another data type.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+NoResume = Annotated[
+    bool,
+    typer.Option("--no-resume", help="Refuse an output that is begun.", rich_help_panel=_OUTPUT),
+]
+KeepErrors = Annotated[
+    bool,
+    typer.Option("--keep-errors/--retry-errors", show_default=False,
+                 help="Rows that failed in an earlier run: kept, or computed again (default).",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+CheckpointTokens = Annotated[
+    int | None,
+    typer.Option(help="Save unfinished rows every K steps; default: by time.",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+TimeLimit = Annotated[
+    str | None,
+    typer.Option(help="Save and exit 75 after this long, like 3h50m.", rich_help_panel=_OUTPUT),
+]
 AllowRowErrors = Annotated[
     bool,
     typer.Option("--allow-row-errors", help="Exit 0 though rows failed.", rich_help_panel=_OUTPUT),
+]
+ErrorFile = Annotated[
+    Path | None,
+    typer.Option("--error-file", help="Failed rows go there, and only there.",
+                 rich_help_panel=_OUTPUT),
+]  # fmt: skip
+MaxErrors = Annotated[
+    str | None,
+    typer.Option(help="Stop when more rows fail: N or P%.", rich_help_panel=_OUTPUT),
+]
+FailFast = Annotated[
+    bool,
+    typer.Option("--fail-fast", help="Stop at the first failed row.", rich_help_panel=_OUTPUT),
 ]
 InputFormat = Annotated[
     str, typer.Option(help="auto, jsonl, parquet, csv or txt.", rich_help_panel=_INPUT)
@@ -56,6 +99,16 @@ Limit = Annotated[
     int | None, typer.Option("--limit", "-L", help="Read at most N rows.", rich_help_panel=_INPUT)
 ]
 Offset = Annotated[int, typer.Option(help="Skip the first N rows.", rich_help_panel=_INPUT)]
+Shard = Annotated[
+    str | None,
+    typer.Option(help="Answer every N-th row: I/N (I from 0), or auto in a SLURM array.",
+                 rich_help_panel=_INPUT),
+]  # fmt: skip
+OnDuplicate = Annotated[
+    str,
+    typer.Option(help="An id twice: refuse the data, or row-error from its second row on.",
+                 rich_help_panel=_INPUT),
+]  # fmt: skip
 System = Annotated[
     str | None,
     typer.Option("--system", "-s", help="System message: text, or @file.", rich_help_panel=_INPUT),
@@ -182,6 +235,11 @@ MicroBatchSize = Annotated[
     int | None,
     typer.Option(help="Rows per attention call; default: planned.", rich_help_panel=_RESOURCES),
 ]
+PolicyFile = Annotated[
+    str,
+    typer.Option("--policy", help="auto, or a file that plan --save wrote; flags replace its fields.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
 WeightsResident = Annotated[
     str,
     typer.Option(help="Share of the weights kept in memory: auto or 0..1.",
@@ -189,14 +247,38 @@ WeightsResident = Annotated[
 ]  # fmt: skip
 Quantization = Annotated[
     str,
-    typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
-                 " loaded.", rich_help_panel=_RESOURCES),
+    typer.Option(help="none, int8 or int4: experts and projections are rounded to 8 or 4 bits"
+                 " as they are loaded.", rich_help_panel=_RESOURCES),
 ]  # fmt: skip
 KvCacheDtype = Annotated[
     str,
     typer.Option(help="auto (the weights'), float32, bfloat16 or float16.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+Device = Annotated[
+    str,
+    typer.Option(help="auto, cpu, cuda, cuda:N, or emulated:NAME (t4, l4, a100, t4-mini).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Schedule = Annotated[
+    str,
+    typer.Option(help="auto, or a pipeline by name: cgopipe, fastdecode, flexgen …",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(help="Accelerator memory that may be used: 16GiB; default: all of it.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+OnOom = Annotated[
+    str,
+    typer.Option(help="When the accelerator's memory runs out: replan smaller and go on, or fail.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write a Chrome trace of the first passes.", rich_help_panel=_REPORTING),
+]
 ReportFile = Annotated[
     str | None,
     typer.Option("--report", help="Report file; default OUT.moebatch/report.json.",
@@ -211,3 +293,67 @@ JsonReport = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only errors.", rich_help_panel=_REPORTING)
 ]
+ConvertSchema = Annotated[
+    str, typer.Option("--schema", "--to", help="auto (as it is), openai or flat.")
+]
+BodyModel = Annotated[
+    str | None, typer.Option("--model-name", help="The model that OpenAI lines shall name.")
+]
+RunOutput = Annotated[
+    str, typer.Argument(metavar="OUT", help="The output, as it was given to run -o.")
+]
+MoreOptions = Annotated[
+    list[str] | None, typer.Argument(metavar="[OPTIONS OF RUN]", help="Added to the command.")
+]
+Shards = Annotated[
+    list[str],
+    typer.Argument(metavar="OUT_SHARD", help="Outputs of all shards, in any order; globs too."),
+]
+JsonFacts = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+CHOICES = {
+    "output_format": ("auto", "jsonl", "parquet"),
+    "output_schema": ("auto", "openai", "flat"),
+    "schema": ("auto", "openai", "flat"),
+    "order": ("input", "completion"),
+    "apply_chat_template": ("auto", "always", "never"),
+    "on_too_long": ("error", "truncate", "skip"),
+    "truncation_side": ("left", "right", "middle"),
+    "resume": ("auto", "numeric"),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "on_duplicate": ("refuse", "row-error"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("none", "int8", "int4"),
+    "attention": ("auto", "cpu", "gpu"),
+    "ffn": ("auto", "cpu", "gpu"),
+    "policy_space": ("full", "paper"),
+}
+
+
+def check_choices(**values: str) -> None:
+    """Refuse a word that an option does not know.
+
+    Raises: UsageError naming the option and what it takes.
+    """
+    for name, value in values.items():
+        if value not in CHOICES[name]:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} {value} does not exist", hint="one of: " + ", ".join(CHOICES[name])
+            )
+
+
+def existing_output(name: str) -> Path:
+    """The output of an earlier run, as users write it.
+
+    Raises: UsageError for what cannot be the name of a file.
+    """
+    path = Path(name)
+    if not path.name or "\0" in name:
+        raise UsageError(f"{name!r} is no output file", hint="name it as it was given to run -o")
+    return path
+
+
+def destination(output: str) -> "Path | Literal['-']":
+    """The output as users write it; - is standard output."""
+    return "-" if output == "-" else Path(output)

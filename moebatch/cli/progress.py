@@ -4,6 +4,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -89,6 +90,11 @@ class View(ABC):
         """Something the user should know once."""
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+    def note_all(self, texts: Iterable[str]) -> None:
+        """Some of these."""
+        for text in texts:
+            self.note(text)
 
 
 class Silent(View):

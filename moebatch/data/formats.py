@@ -1,18 +1,23 @@
 """One reader per format; each yields (line or row number from 1, row) and holds a small part."""
 
 import csv
-import gzip
-import sys
+import io
+import itertools
+import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
+from moebatch.data.compressed import open_bytes
 from moebatch.data.json_lines import BadRow, Row, iter_json_lines
+from moebatch.data.parquet_out import JSON_COLUMNS
 from moebatch.data.sources import Source, SourceKind
 from moebatch.errors import InputError, InputNotFound
 
+_BOM = b"\xef\xbb\xbf"
 _PARQUET_BATCH_ROWS = 256
 # The csv module refuses fields over 128 KiB unless told otherwise; a prompt may be longer.
 _MAX_CSV_FIELD_CHARS = 2**30
@@ -38,7 +43,7 @@ def iter_source(source: Source, *, part: HubPart) -> Rows:
             yield from enumerate(_DATASETS[source.kind](source.name, part), start=1)
     else:
         with _readable(source.name):
-            yield from _FILES[source.kind](source.name)
+            yield from _FILES[source.kind](source.copy or source.name)
 
 
 @contextmanager
@@ -59,18 +64,23 @@ def _one_line(error: BaseException) -> str:
     return " ".join(reason.split()) or type(error).__name__
 
 
-@contextmanager
-def _open_bytes(name: str) -> Iterator[Iterable[bytes]]:
-    if name == "-":
-        yield sys.stdin.buffer
-    else:
-        with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as stream:
-            yield stream
-
-
 def _jsonl(name: str) -> Rows:
-    with _open_bytes(name) as stream:
-        yield from iter_json_lines(stream)
+    with open_bytes(name) as stream:
+        yield from iter_json_lines(_refuse_array(stream, name=name))
+
+
+def _refuse_array(stream: IO[bytes], *, name: str) -> Iterator[bytes]:
+    """The lines of a file, unless it is one long JSON array, which .json files often are.
+
+    Raises: InputError.
+    """
+    first = stream.readline()
+    if name.endswith(".json") and first.removeprefix(_BOM).lstrip().startswith(b"["):
+        raise InputError(
+            f"{name} holds one JSON array, not an object on each line",
+            hint=f"convert it: jq -c '.[]' {name} > {name}l",
+        )
+    yield from itertools.chain([first] if first else [], stream)
 
 
 def _text_lines(stream: Iterable[bytes]) -> Iterator[str]:
@@ -81,7 +91,7 @@ def _text_lines(stream: Iterable[bytes]) -> Iterator[str]:
 
 
 def _txt(name: str) -> Rows:
-    with _open_bytes(name) as stream:
+    with open_bytes(name) as stream:
         for number, line in enumerate(_text_lines(stream), start=1):
             if line.strip():
                 yield number, {"prompt": line.rstrip("\r\n")}
@@ -89,9 +99,11 @@ def _txt(name: str) -> Rows:
 
 def _csv(name: str) -> Rows:
     csv.field_size_limit(_MAX_CSV_FIELD_CHARS)
-    with _open_bytes(name) as stream:
-        reader = csv.reader(_text_lines(stream), strict=True)
-        header = next(reader, [])
+    with open_bytes(name) as stream:
+        # newline="" also ends lines at a lone CR, as old spreadsheets write them.
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, strict=True)
+        header = _csv_header(reader, name=name)
         while True:
             try:
                 fields = next(reader)
@@ -102,6 +114,21 @@ def _csv(name: str) -> Rows:
                 continue
             if fields:
                 yield reader.line_num, _csv_row(header, fields)
+
+
+def _csv_header(reader: Iterator[list[str]], *, name: str) -> list[str]:
+    """The names of the columns.
+
+    Raises: InputError when they cannot tell the columns apart.
+    """
+    try:
+        header = next(reader, [])
+    except csv.Error as error:
+        raise InputError(f"the header of {name} is not CSV: {error}") from error
+    twice = [column for column, count in Counter(header).items() if count > 1]
+    if twice:
+        raise InputError(f"{name} has two columns that are called {twice[0]!r}")
+    return header
 
 
 def _csv_row(header: list[str], fields: list[str]) -> Row:
@@ -115,10 +142,26 @@ def _parquet(name: str) -> Rows:
 
     number = 0
     with pq.ParquetFile(name) as file:
+        as_json = _json_columns(file.schema_arrow.metadata)
         for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
+                for column in as_json:
+                    row[column] = _from_json(row.get(column))
                 yield number, row
+
+
+def _json_columns(metadata: Mapping[bytes, bytes] | None) -> list[str]:
+    """The columns that hold JSON texts, if the file is one of ours."""
+    names = _from_json((metadata or {}).get(JSON_COLUMNS.encode(), b"[]").decode())
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _from_json(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
 
 
 def _saved(name: str, part: HubPart) -> Iterable[dict[str, Any]]:

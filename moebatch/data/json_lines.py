@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # Values nested deeper would overflow the stack of whoever walks or prints them later.
 _MAX_DEPTH = 100
 
@@ -36,7 +37,8 @@ def parse_line(line: bytes) -> Row:
     try:
         value = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        return BadRow(message=f"not UTF-8 at byte {error.start + 1}")
+        guess = "; it looks like UTF-16" if line.startswith(_UTF16) or b"\x00" in line else ""
+        return BadRow(message=f"not UTF-8 at byte {error.start + 1}{guess}")
     except json.JSONDecodeError as error:
         return BadRow(message=f"not JSON: {error.msg} at column {error.colno}")
     except ValueError as error:  # a constant such as NaN, or an integer with thousands of digits

@@ -65,9 +65,14 @@ def _too_long(
 ) -> tuple[int, ...]:
     if policy.on_too_long == "truncate":
         return _truncate(token_ids, keep=_kept_len(params, policy), policy=policy)
-    skipped = policy.on_too_long == "skip"
     message = f"the prompt has {len(token_ids)} tokens, the context holds {policy.max_model_len}"
-    raise RowProblem(
+    raise too_long(message, policy=policy, param=param)
+
+
+def too_long(message: str, *, policy: LengthPolicy, param: str) -> RowProblem:
+    """The problem of a prompt that may not be cut."""
+    skipped = policy.on_too_long == "skip"
+    return RowProblem(
         f"skipped: {message}" if skipped else message,
         code="context_length_exceeded",
         param=param,

@@ -3,6 +3,7 @@
 One table says what is accepted. Knows neither rows nor files.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,6 +16,7 @@ from moebatch.errors import ModelError, UsageError
 _MAX_CHOICES = 128  # OpenAI's limit for n
 _MAX_LOGPROBS = 20  # OpenAI's limit for top_logprobs
 _INT64 = 2**63
+_MAX_NUMBER_CHARS = 30  # a text that is longer is no number that somebody wrote in a table
 
 Check = Callable[[Any], Any]
 
@@ -228,19 +230,43 @@ def read_direct(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters that a flat row keeps in columns of its own.
 
     A column of another type is the user's data and no parameter; a value out of range is a mistake.
+    Tables of text (CSV) write numbers as text.
     Raises: RowProblem.
     """
-    return read_params({name: columns[name] for name in DIRECT_COLUMNS if _fits(name, columns)})
+    values = {name: _plain(name, columns.get(name)) for name in DIRECT_COLUMNS}
+    return read_params({name: x for name, x in values.items() if _fits(name, x)})
 
 
-def _fits(name: str, columns: Mapping[str, Any]) -> bool:
-    value = columns.get(name)
+def unfit_names(columns: Mapping[str, Any]) -> list[str]:
+    """Columns that are called like a parameter and hold something that none can be."""
+    said = [name for name in DIRECT_COLUMNS if not _is_nothing(columns.get(name))]
+    return [name for name in said if not _fits(name, _plain(name, columns[name]))]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A number or truth value that is written as text; any other value as it is."""
+    if not isinstance(value, str) or name == "stop" or len(value) > _MAX_NUMBER_CHARS:
+        return value
+    if name == "ignore_eos":
+        return {"true": True, "false": False}.get(value.strip().lower(), value)
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return convert(value)
+    return value
+
+
+def _is_nothing(value: Any) -> bool:
+    is_nan = isinstance(value, float) and math.isnan(value)  # how tables store "nothing"
+    return value is None or is_nan or value in ("", [])
+
+
+def _fits(name: str, value: Any) -> bool:
     if name == "stop":
         return bool(value) and isinstance(value, str | list)
     if name == "ignore_eos":
         return isinstance(value, bool)
-    is_nan = isinstance(value, float) and math.isnan(value)  # how tables store "nothing"
-    return isinstance(value, int | float) and not isinstance(value, bool) and not is_nan
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and not _is_nothing(value)
 
 
 def check_together(params: SamplingParams) -> None:

@@ -16,23 +16,29 @@ ColumnType = Literal[
     "null", "bool", "int", "wide", "float", "string", "empty", "ints", "wides", "floats", "json"
 ]
 
+# Metadata that lists the columns of JSON texts, so that reading brings back what was written.
+JSON_COLUMNS = "moebatch.json_columns"
+
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 64 * 2**20  # of JSON: long rows fill a row group sooner
 _INT64 = 2**63
 _EXACT_FLOAT = 2**53
 
 
-def write_parquet(lines: Path, path: Path, *, metadata: Mapping[str, str]) -> None:
-    """Write the rows of a JSONL file as Parquet.
+def write_parquet(lines: Path, path: Path, *, metadata: Mapping[str, str],
+                  types: Mapping[str, ColumnType] | None = None) -> None:  # fmt: skip
+    """Write the rows of a JSONL file as Parquet; `types` must hold all of them (None: find out).
 
     Raises: OSError when a file cannot be read or written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = column_types(lines)
+    types = column_types(lines) if types is None else types
+    as_json = [name for name, kind in types.items() if kind == "json"]
+    described = dict(metadata) | ({JSON_COLUMNS: json.dumps(as_json)} if as_json else {})
     fields = [pa.field(name, _arrow_type(pa, kind)) for name, kind in types.items()]
-    with pq.ParquetWriter(path, pa.schema(fields, metadata=dict(metadata))) as writer:
+    with pq.ParquetWriter(path, pa.schema(fields, metadata=described)) as writer:
         for rows in _groups(lines):
             arrays = [_array(pa, rows, name=name, kind=kind) for name, kind in types.items()]
             writer.write_table(pa.table(arrays, schema=writer.schema))
@@ -46,6 +52,14 @@ def column_types(lines: Path) -> dict[str, ColumnType]:
             for name, value in row.items():
                 types[name] = _join(types.get(name, "null"), _type_of(value))
     return types
+
+
+def join_types(
+    one: Mapping[str, ColumnType], other: Mapping[str, ColumnType]
+) -> dict[str, ColumnType]:
+    """The types that hold the values of both, columns in the order they first appear."""
+    names = dict.fromkeys((*one, *other))
+    return {name: _join(one.get(name, "null"), other.get(name, "null")) for name in names}
 
 
 def _groups(lines: Path) -> Iterator[list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ from moebatch.data.lengths import (
     OnTooLong,
     TruncationSide,
     fit,
+    too_long,
 )
 from moebatch.data.messages import Message
 from moebatch.data.params import check_together
@@ -19,6 +20,10 @@ from moebatch.data.problem import RowProblem
 from moebatch.data.requests import RawRow, Request, RowError, SamplingParams
 from moebatch.data.rows import ParsedRow, RowParser
 from moebatch.data.tokenizer import Tokenizer
+from moebatch.errors import Interrupted, MoebatchError, UsageError
+
+_MAX_MESSAGE_CHARS = 200
+_HOPELESS_CHARS = 32  # characters for each token of the context: no language needs that many
 
 ApplyChatTemplate = Literal["auto", "always", "never"]
 
@@ -48,6 +53,7 @@ class RequestBuilder:
         columns: ColumnNames | None = None,
         model_name: str | None = None,
     ) -> None:
+        """Raises: UsageError for defaults that fit no row of this model."""
         self._tokenizer = tokenizer
         self._template = chat_template
         self._defaults = defaults
@@ -55,6 +61,7 @@ class RequestBuilder:
         self._apply: ApplyChatTemplate = apply_chat_template
         self._system = system
         self._parser = RowParser(columns, strict=strict, model_name=model_name)
+        _check_flags(defaults, vocab_size=vocab_size)
         self._policy = LengthPolicy(
             max_model_len=max_model_len,
             on_too_long=on_too_long,
@@ -80,6 +87,18 @@ class RequestBuilder:
                 param=problem.param,
                 line=row.line,
                 skipped=problem.skipped,
+                raw=row,
+            )
+        except (MoebatchError, Interrupted):
+            raise
+        except Exception as error:  # the row's border: a fault of ours takes no other row down
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            return RowError(
+                index=row.index,
+                id=row.id,
+                code="internal_error",
+                message=f"the row could not be read: {text[:_MAX_MESSAGE_CHARS]}",
+                line=row.line,
                 raw=row,
             )
 
@@ -146,12 +165,29 @@ class RequestBuilder:
         self, text: str, *, parsed: ParsedRow, add_special_tokens: bool
     ) -> tuple[int, ...]:
         _check_utf8(text, param=parsed.param)
+        self._check_hopeless(text, param=parsed.param)
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise RowProblem(f"{parsed.param} is empty", param=parsed.param)
         bos = self._tokenizer.bos_token_id
         # A text that starts with a written-out BOS has been given a second one by the tokenizer.
         return tuple(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids)
+
+    def _check_hopeless(self, text: str, *, param: str) -> None:
+        """Refuse a text that is far too long without encoding all of it, which takes seconds.
+
+        Its first part alone has twice the tokens that the context holds. What follows can change
+        tokens near the end of that part, but not half of them.
+        """
+        most = self._policy.max_model_len
+        if self._policy.on_too_long == "truncate" or len(text) < _HOPELESS_CHARS * most:
+            return
+        part = text[: _HOPELESS_CHARS * most // 2]
+        if len(self._tokenizer.encode(part, add_special_tokens=False)) >= 2 * most:
+            message = (
+                f"the prompt has {len(text):,} characters, more than the context of {most} tokens"
+            )
+            raise too_long(message, policy=self._policy, param=param)
 
     def _check_ids(self, ids: Iterable[int], *, param: str) -> None:
         outside = next((i for i in ids if not 0 <= i < self._vocab_size), None)
@@ -160,6 +196,12 @@ class RequestBuilder:
                 f"{param} holds token id {outside}, the vocabulary has {self._vocab_size}",
                 param=param,
             )
+
+
+def _check_flags(defaults: SamplingParams, *, vocab_size: int) -> None:
+    for token_id in defaults.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise UsageError(f"--stop-token-id {token_id}: the vocabulary has {vocab_size} tokens")
 
 
 def _check_utf8(text: str, *, param: str) -> None:

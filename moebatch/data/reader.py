@@ -5,6 +5,7 @@ whole can fail. Knows no tokenizer.
 """
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,10 +14,11 @@ from moebatch.data.columns import ColumnNames, check_named, row_id, schema_of
 from moebatch.data.formats import HubPart, iter_source
 from moebatch.data.json_lines import BadRow, Row
 from moebatch.data.requests import RawRow, RowError
-from moebatch.data.sources import InputFormat, find_sources
+from moebatch.data.sources import InputFormat, Source, find_sources
 from moebatch.errors import InputError, UsageError
 
 T = TypeVar("T")
+Placed = tuple[str, int, Row]  # name of the source, line, row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +58,41 @@ def read_rows(
     position in the whole data set, which does not depend on limit, offset or shard.
     Raises: InputNotFound, InputError (unreadable, no rows, a named column is missing), UsageError.
     """
-    found = find_sources(sources, input_format=input_format)
+    placed = read_places(
+        find_sources(sources, input_format=input_format),
+        columns=columns or ColumnNames(),
+        chosen=RowRange(limit=limit, offset=offset, shard=shard),
+        subset=subset,
+        split=split,
+    )
+    return (row for row, _ in placed)
+
+
+def read_places(
+    sources: Sequence[Source],
+    *,
+    columns: ColumnNames,
+    chosen: RowRange,
+    subset: str | None = None,
+    split: str | None = None,
+    repeated: bytes = b"",
+) -> Iterator[tuple[RawRow | RowError, str]]:
+    """`read_rows` for sources that were found before; each row with its place: "in.jsonl:7".
+
+    `repeated` marks, by place in the range of rows, those whose id an earlier row has.
+    """
     part = HubPart(subset=subset, split=split)
-    items = itertools.chain.from_iterable(iter_source(source, part=part) for source in found)
-    chosen = RowRange(limit=limit, offset=offset, shard=shard)
+    items = (
+        (source.name, line, row)
+        for source in sources
+        for line, row in iter_source(source, part=part)
+    )
+    name = " ".join(source.name for source in sources)
     return _rows(
-        _select(items, chosen=chosen, name=" ".join(sources)), names=columns or ColumnNames()
+        _select(items, chosen=chosen, name=name),
+        names=columns,
+        repeated=repeated,
+        offset=chosen.offset,
     )
 
 
@@ -72,18 +103,18 @@ def peek(iterator: Iterator[T], k: int) -> tuple[list[T], Iterator[T]]:
 
 
 def _select(
-    items: Iterable[tuple[int, Row]], *, chosen: RowRange, name: str
-) -> Iterator[tuple[int, int, Row]]:
-    """Yield (position in the data set, line, row) of the rows chosen.
+    items: Iterable[Placed], *, chosen: RowRange, name: str
+) -> Iterator[tuple[int, Placed]]:
+    """Yield (position in the data set, row with its source and line) of the rows chosen.
 
     Raises: InputError when the range is empty. An empty shard of a range with rows is fine.
     """
-    stop = None if chosen.limit is None else chosen.offset + chosen.limit
+    stop = None if chosen.limit is None else min(chosen.offset + chosen.limit, sys.maxsize)
     part, parts = chosen.shard
     position = -1
-    for position, (line, row) in enumerate(itertools.islice(items, stop)):
+    for position, item in enumerate(itertools.islice(items, stop)):
         if position >= chosen.offset and (position - chosen.offset) % parts == part:
-            yield position, line, row
+            yield position, item
     if position < chosen.offset:
         _refuse_empty(name, num_rows=position + 1, offset=chosen.offset)
 
@@ -95,23 +126,26 @@ def _refuse_empty(name: str, *, num_rows: int, offset: int) -> None:
 
 
 def _rows(
-    items: Iterable[tuple[int, int, Row]], *, names: ColumnNames
-) -> Iterator[RawRow | RowError]:
+    items: Iterable[tuple[int, Placed]], *, names: ColumnNames, repeated: bytes, offset: int
+) -> Iterator[tuple[RawRow | RowError, str]]:
     checked = False
-    for index, (position, line, row) in enumerate(items):
+    for index, (position, (source, line, row)) in enumerate(items):
+        place = f"{source}:{line}"
         if isinstance(row, BadRow):
-            yield _bad_row(row, index=index, position=position, line=line)
+            yield _bad_row(row, index=index, position=position, line=line), place
             continue
         if not checked:
             check_named(row, names=names)
             checked = True
-        yield RawRow(
+        read = RawRow(
             index=index,
             line=line,
             id=row_id(row, names=names, position=position),
             schema=schema_of(row),
             columns=row,
         )
+        again = position - offset < len(repeated) and repeated[position - offset]
+        yield (_repeated(read) if again else read), place
 
 
 def _bad_row(bad: BadRow, *, index: int, position: int, line: int) -> RowError:
@@ -121,4 +155,16 @@ def _bad_row(bad: BadRow, *, index: int, position: int, line: int) -> RowError:
         code="invalid_json",
         message=f"line {line} is {bad.message}",
         line=line,
+    )
+
+
+def _repeated(row: RawRow) -> RowError:
+    return RowError(
+        index=row.index,
+        id=row.id,
+        code="duplicate_id",
+        message=f"the id {row.id!r} stands on an earlier line already",
+        param="id",
+        line=row.line,
+        raw=row,
     )

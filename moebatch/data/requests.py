@@ -4,7 +4,7 @@ A request goes in, a completion or a row error comes out.
 Plain Python only; knows neither files nor tokenizers nor tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -72,11 +72,30 @@ class RawRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probabilities at one position: of the token chosen, and of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What is there of one choice of a request; `logprobs` is empty where none were asked for."""
+
+    choice: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One row, ready for the engine. `params.max_tokens` is set and fits the context.
 
     `truncated_tokens` counts prompt tokens cut off by --on-too-long truncate; `clamped_from` is the
-    max_tokens that the row asked for where the context left less room.
+    max_tokens that the row asked for where the context left less room. `resumed` is what an earlier
+    run has generated of its choices: the engine goes on from there.
     """
 
     index: int
@@ -85,15 +104,7 @@ class Request:
     params: SamplingParams
     truncated_tokens: int = 0
     clamped_from: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """Log-probabilities at one position: of the token chosen, and of the most likely ones."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    resumed: tuple[Generated, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from moebatch.data.columns import ColumnNames, PromptKind, find_prompt
 from moebatch.data.messages import Message, is_messages, read_messages
-from moebatch.data.params import read_direct, read_params, unknown_names
+from moebatch.data.params import read_direct, read_params, unfit_names, unknown_names
 from moebatch.data.problem import RowProblem, unsupported
 from moebatch.data.requests import RawRow
 
@@ -69,7 +69,7 @@ class RowParser:
 
     def _parse_openai(self, columns: Mapping[str, Any]) -> ParsedRow:
         body = _object(columns["body"], name="body")
-        chat = _is_chat(columns.get("url"), body=body)
+        chat = is_chat(columns.get("url"), body=body)
         self._check_envelope(body)
         values = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
         self._check_names(values)
@@ -91,6 +91,9 @@ class RowParser:
             read_params({name: columns.get(name) or None})
         values = _object(columns.get("sampling_params") or {}, name="sampling_params")
         self._check_names(values)
+        for name in unfit_names(columns):
+            text = f"the column {name!r} holds values that {name} cannot have; they are not used"
+            self.warn_once(f"column {name}", text)
         kind, name = found
         return _parsed(
             name,
@@ -115,7 +118,11 @@ class RowParser:
             self.warn_once(f"field {name}", f"the unknown parameter {name!r} is ignored")
 
 
-def _is_chat(url: Any, *, body: Mapping[str, Any]) -> bool:
+def is_chat(url: Any, *, body: Mapping[str, Any]) -> bool:
+    """Whether an OpenAI line asks for a chat, by its url or else by its body.
+
+    Raises: RowProblem for an endpoint that is neither.
+    """
     if url is None:
         return "messages" in body
     if not isinstance(url, str) or not url.endswith((_CHAT_URL, _TEXT_URL)):
@@ -139,13 +146,13 @@ def _nothing_found(columns: Mapping[str, Any], names: ColumnNames) -> str:
 
 def _object(value: Any, *, name: str) -> Mapping[str, Any]:
     """An object, also when a table stored it as JSON text."""
-    plain = _from_text(value)
+    plain = from_text(value)
     if not isinstance(plain, Mapping):
         raise RowProblem(f"{name} must be an object", param=name)
     return plain
 
 
-def _from_text(value: Any) -> Any:
+def from_text(value: Any) -> Any:
     """What a text of JSON holds; every other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
         return value
@@ -177,9 +184,9 @@ def _parsed(
 
 def _form(param: str, *, value: Any, kind: PromptKind) -> dict[str, Any]:
     if kind == "messages":
-        return {"messages": read_messages(_from_text(value), param=param)}
+        return {"messages": read_messages(from_text(value), param=param)}
     if kind == "prompt_token_ids":
-        return {"token_ids": _ids(_from_text(value), param=param)}
+        return {"token_ids": _ids(from_text(value), param=param)}
     if is_messages(value):
         return {"messages": read_messages(value, param=param)}
     return _prompt(value, param=param)

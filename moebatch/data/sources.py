@@ -19,16 +19,21 @@ _SUFFIXES: dict[str, SourceKind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
     ".pq": "parquet", ".csv": "csv", ".txt": "txt",
 }  # fmt: skip
+_COMPRESSED = (".gz", ".zst", ".zstd")
 # A folder of data also holds README.txt and dataset_info.json, which are no rows.
 _NOT_FROM_FOLDERS = (".txt", ".json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One thing to read rows from: a file, standard input ("-"), a saved or a hub data set."""
+    """One thing to read rows from: a file, standard input ("-"), a saved or a hub data set.
+
+    `copy` is the file that holds its bytes where it could be read only once.
+    """
 
     kind: SourceKind
     name: str
+    copy: str | None = None
 
 
 def find_sources(names: Sequence[str], *, input_format: InputFormat = "auto") -> list[Source]:
@@ -41,6 +46,8 @@ def find_sources(names: Sequence[str], *, input_format: InputFormat = "auto") ->
             f"{input_format!r} is not an input format",
             hint=f"one of: {', '.join(get_args(InputFormat))}",
         )
+    if list(names).count("-") > 1:
+        raise UsageError("standard input can be read only once, and - is given twice")
     return [source for name in names for source in _expand(name, input_format=input_format)]
 
 
@@ -49,6 +56,18 @@ def _expand(name: str, *, input_format: InputFormat) -> list[Source]:
         return [_standard_input(input_format)]
     if name.startswith(_HUB):
         return [Source(kind="hub", name=name.removeprefix(_HUB))]
+    if not name:
+        raise UsageError("a data set has an empty name", hint="name a file, or . for this folder")
+    try:
+        return _on_disk(name, input_format=input_format)
+    except PermissionError as error:
+        raise InputError(f"{error.filename or name} may not be read") from error
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, NUL
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputNotFound(f"{name:.100} cannot be looked up: {reason}") from error
+
+
+def _on_disk(name: str, *, input_format: InputFormat) -> list[Source]:
     path = Path(name)
     if path.is_dir():
         return _folder(path, input_format=input_format)
@@ -66,7 +85,8 @@ def _standard_input(input_format: InputFormat) -> Source:
 
 
 def _matches(pattern: str) -> list[str]:
-    found = sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file())
+    matches = sorted(glob.glob(pattern, recursive=True))
+    found = [match for match in matches if Path(match).is_file() and not _is_ours(Path(match))]
     if not found:
         what = "no file matches" if glob.has_magic(pattern) else "no such file or folder:"
         raise InputNotFound(f"{what} {pattern}")
@@ -90,7 +110,8 @@ def _suffix_kind(path: Path) -> SourceKind | None:
 
 
 def _data_suffix(path: Path) -> str:
-    return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in _COMPRESSED else suffix
 
 
 def _folder(path: Path, *, input_format: InputFormat) -> list[Source]:
@@ -107,9 +128,14 @@ def _folder(path: Path, *, input_format: InputFormat) -> list[Source]:
 
 def _is_data(file: Path, *, input_format: InputFormat) -> bool:
     """Whether a file of a folder holds rows: of the format asked for, or of any clear one."""
-    if not file.is_file() or file.name.startswith("."):
+    if not file.is_file() or file.name.startswith(".") or _is_ours(file):
         return False
     suffix = _data_suffix(file)
     if input_format == "auto":
         return suffix in _SUFFIXES and suffix not in _NOT_FROM_FOLDERS
     return _SUFFIXES.get(suffix) == input_format
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file is the journal or report of some run, which lie beside its output."""
+    return any(part.endswith(".moebatch") for part in file.parts[:-1])

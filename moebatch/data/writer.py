@@ -1,112 +1,42 @@
 """Write output rows in input order, into OUT.partial, which becomes OUT in one step at the end.
 
-Rows may finish in any order: what is ahead of its turn waits in memory. A table (Parquet) is made
-from the lines at the end, since only then the types of its columns are known.
+Rows may finish in any order: what is ahead of its turn waits, in bounded memory. A table (Parquet)
+is made from the lines at the end, since only then the types of its columns are known.
 """
 
 import contextlib
 import errno
-import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self, get_args
+from typing import Literal, Self
 
+from moebatch.data import durable
 from moebatch.data.json_text import to_json
 from moebatch.data.output_rows import EXTRAS, RowFormat, index_of, output_row
+from moebatch.data.parquet_parts import ParquetParts
+from moebatch.data.places import Destination, OutputFormat, partial_path, resolve_format
 from moebatch.data.requests import Outcome, RawRow, RowError, Schema
-from moebatch.errors import OutputClosed, OutputError, OutputWriteError, UsageError
+from moebatch.data.stdout import Stdout, silence_stdout
+from moebatch.data.waiting import Line, Waiting
+from moebatch.errors import OutputClosed, UsageError
 
-OutputFormat = Literal["auto", "jsonl", "parquet"]
 Order = Literal["input", "completion"]
-Destination = Path | Literal["-"]
 
 # How much a reader of the partial file may lag behind: rows, and seconds.
 _FLUSH_ROWS = 64
 _FLUSH_S = 1.0
-
-
-def check_output(
-    path: Destination,
-    *,
-    inputs: Sequence[str] = (),
-    overwrite: bool = False,
-    output_format: OutputFormat = "auto",
-) -> None:
-    """Find out early whether the output can be written; touches nothing.
-
-    Raises: UsageError for a place that cannot be used, OutputError when the output exists.
-    """
-    resolved = resolve_format(path, output_format=output_format)
-    if path == "-":
-        if resolved == "parquet":
-            raise UsageError("Parquet cannot be written to standard output", hint="name a file")
-        return
-    _check_place(path)
-    _check_not_input(path, inputs=inputs)
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path} exists already", hint="add --overwrite, or choose another -o")
-
-
-def _check_place(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"the output {path} is a folder", hint="name a file in it")
-    parent = path.resolve().parent
-    if not parent.is_dir():
-        raise UsageError(
-            f"the folder {parent} does not exist", hint=f"create it: mkdir -p {parent}"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"the folder {parent} cannot be written to", hint="choose another -o")
-
-
-def _check_not_input(path: Path, *, inputs: Sequence[str]) -> None:
-    partial = partial_path(path).resolve()
-    for name in inputs:
-        if Path(name).resolve() in (path.resolve(), partial) or _same_file(path, name):
-            raise UsageError(f"the output {path} is also the input", hint="choose another -o")
-
-
-def _same_file(path: Path, name: str) -> bool:
-    """Whether two names mean one file by a hard link."""
-    with contextlib.suppress(OSError):
-        return path.samefile(name)
-    return False
-
-
-def resolve_format(
-    path: Destination, *, output_format: OutputFormat
-) -> Literal["jsonl", "parquet"]:
-    """The format that "auto" means: Parquet for names that say so, lines of JSON for the rest.
-
-    Raises: UsageError for a format that does not exist.
-    """
-    if output_format not in get_args(OutputFormat):
-        raise UsageError(
-            f"{output_format!r} is not an output format",
-            hint=f"one of: {', '.join(get_args(OutputFormat))}",
-        )
-    if output_format != "auto":
-        return output_format
-    table = path != "-" and path.suffix.lower() in (".parquet", ".pq")
-    return "parquet" if table else "jsonl"
-
-
-def partial_path(path: Path) -> Path:
-    """Where the rows lie until the run is over, in order, without a gap.
-
-    After a crash the last line may be torn.
-    """
-    return path.with_name(path.name + ".partial")
+_PART_BYTES = 100 << 20  # of JSON lines; a part of a table has less
 
 
 class OutputWriter:
     """Takes the outcome of every row, in any order, and writes them in the order of the input.
 
     Indices start at `first_index` and leave no gap. Use it as a context manager: leaving it by an
-    exception keeps the partial file and makes no output.
+    exception keeps the partial file and makes no output. Failed rows go to `error_path` alone,
+    where it is given; lines of JSON, whatever the output's format. `diverted` lists the
+    places of these rows, counted from 0.
     """
 
     def __init__(
@@ -118,6 +48,7 @@ class OutputWriter:
         order: Order = "input",
         first_index: int = 0,
         metadata: Mapping[str, str] | None = None,
+        error_path: Path | None = None,
     ) -> None:
         """`metadata` goes into a Parquet file's key-value metadata.
 
@@ -128,16 +59,23 @@ class OutputWriter:
                 f"{unknown[0]} cannot be included", hint=f"one of: {', '.join(EXTRAS)}"
             )
         self.num_rows = 0
+        self.diverted: list[int] = []
         self._path = path
         self._format = format
         self._output_format = resolve_format(path, output_format=output_format)
         self._order = order
         self._next_index = first_index
         self._metadata = dict(metadata or {})
-        self._waiting: dict[int, tuple[RawRow | None, Outcome]] = {}
+        self._waiting = Waiting(None if path == "-" else path.resolve().parent)
         self._previous: Schema = "flat"
         self._flushed_at_s = time.monotonic()
+        self._closed = False
         self._file = _open(path)
+        self._parts: ParquetParts | None = None
+        if path != "-" and path.is_dir():
+            self._parts = ParquetParts(path, metadata=self._metadata)
+        self._error_path = error_path
+        self._error_file = None if error_path is None else _open(error_path)
 
     @property
     def num_waiting(self) -> int:
@@ -151,15 +89,19 @@ class OutputWriter:
         """
         if row is None and isinstance(outcome, RowError):
             row = outcome.raw
+        # The shape of a line that was no row depends on the row before it: it waits as it is.
+        unknown = row is None and self._format.schema == "auto"
+        item = outcome if unknown else self._line(row, outcome)
         if self._order == "completion":
-            self._write(row, outcome)
+            self._write(item)
             return
         index = index_of(outcome)
         assert index >= self._next_index and index not in self._waiting, f"row {index} came twice"
-        self._waiting[index] = (row, outcome)
-        while self._next_index in self._waiting:
-            self._write(*self._waiting.pop(self._next_index))
-            self._next_index += 1
+        with self._explained():
+            self._waiting.put(index, item)
+            while self._next_index in self._waiting:
+                self._write(self._waiting.pop(self._next_index))
+                self._next_index += 1
 
     def close(self) -> None:
         """Finish the output: everything on the disk, under its own name.
@@ -167,20 +109,29 @@ class OutputWriter:
         Raises: OutputWriteError, OutputClosed.
         """
         assert not self._waiting, f"row {self._next_index} never came, {self.num_waiting} wait"
+        self._waiting.close()
         with self._explained():
-            self._file.flush()
+            self._file.sync()
+            self._file.close()
+            if self._error_path is not None and self._error_file is not None:
+                self._error_file.sync()
+                self._error_file.close()
+                durable.publish(partial_path(self._error_path), self._error_path)
             if self._path != "-":
-                os.fsync(self._file.fileno())
-                self._file.close()
                 self._publish(self._path)
+        self._closed = True
 
     def abort(self) -> None:
         """Stop writing and keep the partial file, as far as rows have come in order."""
-        with contextlib.suppress(OSError):
-            if self._path == "-":
-                self._file.flush()
-            else:
-                self._file.close()
+        self._waiting.close()
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.flush()
+            file.close()
+
+    @property
+    def _files(self) -> "list[durable.AppendFile | Stdout]":
+        return [self._file] if self._error_file is None else [self._file, self._error_file]
 
     def __enter__(self) -> Self:
         return self
@@ -191,34 +142,57 @@ class OutputWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self.abort()
+        elif not self._closed:
+            self.close()
 
-    def _write(self, row: RawRow | None, outcome: Outcome) -> None:
+    def _line(self, row: RawRow | None, outcome: Outcome) -> Line:
         schema = self._format.schema_for(row, previous=self._previous)
-        self._previous = schema
-        line = to_json(output_row(row, outcome, schema=schema, format=self._format))
+        text = to_json(output_row(row, outcome, schema=schema, format=self._format))
+        failed = isinstance(outcome, RowError)
+        return Line(content=text.encode() + b"\n", schema=schema, failed=failed)
+
+    def _write(self, item: Line | Outcome) -> None:
+        line = item if isinstance(item, Line) else self._line(None, item)
+        self._previous = line.schema
         with self._explained():
-            _write_all(self._file, line.encode() + b"\n")
+            file = self._file
+            if line.failed and self._error_file is not None:
+                file = self._error_file
+                self.diverted.append(self.num_rows)
+            file.write(line.content)
             self.num_rows += 1
             self._flush_sometimes()
+            if self._parts is not None and self._file.num_bytes >= _PART_BYTES:
+                self._next_part(self._parts)
+
+    def _next_part(self, parts: ParquetParts) -> None:
+        assert self._path != "-"
+        self._file.flush()
+        parts.add(partial_path(self._path))
+        self._file.close()
+        self._file = _open(self._path)
 
     def _flush_sometimes(self) -> None:
         now = time.monotonic()
         if self.num_rows % _FLUSH_ROWS == 0 or now - self._flushed_at_s >= _FLUSH_S:
-            self._file.flush()
+            for file in self._files:
+                file.flush()
             self._flushed_at_s = now
 
     def _publish(self, path: Path) -> None:
         """Make the partial file the output, in one step that a crash cannot halve."""
         partial = partial_path(path)
-        if self._output_format == "jsonl":
-            os.replace(partial, path)
+        if self._parts is not None:
+            if partial.stat().st_size or not self.num_rows:
+                self._parts.add(partial)
+            self._parts.close()
+            durable.remove(partial)
+        elif self._output_format == "jsonl":
+            durable.publish(partial, path)
         else:
             self._publish_table(partial, path)
-        _sync_folder(path.resolve().parent)
 
     def _publish_table(self, partial: Path, path: Path) -> None:
         from moebatch.data.parquet_out import write_parquet
@@ -226,10 +200,10 @@ class OutputWriter:
         unfinished = path.with_name(path.name + ".unfinished")
         try:
             write_parquet(partial, unfinished, metadata=self._metadata)
-            os.replace(unfinished, path)
+            durable.publish(unfinished, path)
         finally:
-            unfinished.unlink(missing_ok=True)
-        partial.unlink()
+            durable.remove(unfinished)
+        durable.remove(partial)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -237,11 +211,11 @@ class OutputWriter:
         try:
             yield
         except BrokenPipeError as error:
-            _silence_stdout()
+            silence_stdout()
             raise OutputClosed("the reader of the output went away") from error
         except OSError as error:
             self.abort()
-            raise _write_error(self._path, error, kept=self._kept()) from error
+            raise durable.write_error(self._path, error, kept=self._kept()) from error
 
     def _kept(self) -> str:
         if self._path == "-" or not self.num_rows:
@@ -249,44 +223,12 @@ class OutputWriter:
         return f"; finished rows are kept in {partial_path(self._path)}"
 
 
-def _open(path: Destination) -> IO[bytes]:
+def _open(path: Destination) -> durable.AppendFile | Stdout:
     if path == "-":
-        return sys.stdout.buffer
+        return Stdout()
     try:
-        return open(partial_path(path), "wb")
+        return durable.AppendFile(partial_path(path))
     except OSError as error:
-        raise _write_error(path, error) from error
-
-
-def _write_all(file: IO[bytes], content: bytes) -> None:
-    """Write every byte: an unbuffered standard output (PYTHONUNBUFFERED) may take only some."""
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
-
-
-def _write_error(path: Destination, error: OSError, *, kept: str = "") -> OutputWriteError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    advice = "free some space" if full else "check the disk"
-    return OutputWriteError(
-        f"cannot write {path}: {error.strerror or error}{kept}",
-        hint=f"{advice}, then run the same command again",
-    )
-
-
-def _silence_stdout() -> None:
-    """Let what is left in Python's buffer go nowhere, or it would fail once more at exit."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut; some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        raise durable.write_error(path, error) from error

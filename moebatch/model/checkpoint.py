@@ -9,32 +9,25 @@ data without gaps).
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from moebatch.errors import ModelError
-from moebatch.model.families.base import Part
+from moebatch.model.families.parts import Part
+from moebatch.model.stored import Quantization, TensorEntry, check_part, quantization_of
 
+# The last four only in quantised matrices.
 _DTYPES: dict[str, tuple[str, int]] = {
     "F32": ("float32", 4),
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3", 1),
+    "U8": ("uint8", 1),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
 }
 _MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """Where one tensor lies: bytes [offset, offset + num_bytes) of a file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    num_bytes: int
 
 
 class Checkpoint:
@@ -45,6 +38,9 @@ class Checkpoint:
 
         Raises: ModelError when a file is missing, truncated or damaged.
         """
+        config = directory / "config.json"
+        known = os.path.exists(config)
+        self.quantization = quantization_of(read_json(config)) if known else Quantization()
         self._entries: dict[str, TensorEntry] = {}
         self._files: dict[Path, int] = {}
         paths = _weight_files(directory)
@@ -70,26 +66,17 @@ class Checkpoint:
                 hint="the download is incomplete, or config.json belongs to another model",
             ) from None
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return name in self._entries
+
     def check(self, parts: Iterable[Part]) -> None:
         """Compare names and shapes with what the model needs, before any weight is read.
 
         Raises: ModelError naming the first tensor that is missing or has another shape or type.
         """
         for part in parts:
-            entries = [self.entry(name) for name in part.sources]
-            rows = sum(entry.shape[0] if entry.shape else 0 for entry in entries)
-            for entry in entries:
-                if (rows, *entry.shape[1:]) != part.shape:
-                    raise ModelError(
-                        f"tensor {entry.name} has shape {list(entry.shape)}, which does not make up"
-                        f" {part.name} of shape {list(part.shape)}",
-                        hint="config.json and the weights do not belong together",
-                    )
-                if entry.dtype != entries[0].dtype:
-                    raise ModelError(
-                        f"tensors {entries[0].name} and {entry.name} have different data types",
-                        hint="convert the checkpoint to one data type",
-                    )
+            check_part(self, part)
 
     def read_into(self, entry: TensorEntry, buffer: memoryview) -> None:
         """Fill `buffer` (exactly entry.num_bytes bytes) from the file.
@@ -207,7 +194,8 @@ def _entry(path: Path, data_start: int, name: str, info: dict[str, Any]) -> Tens
     if info["dtype"] not in _DTYPES:
         raise ModelError(
             f"tensor {name} has data type {info['dtype']}, which is not supported",
-            hint="supported are BF16, F16 and F32",
+            hint="supported are BF16, F16 and F32, and what quantised ones are made of: "
+            + ", ".join(list(_DTYPES)[3:]),
         )
     dtype, item_bytes = _DTYPES[info["dtype"]]
     if end - begin != prod(shape) * item_bytes:

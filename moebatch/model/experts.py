@@ -13,42 +13,65 @@ from torch.nn.functional import linear, silu
 
 from moebatch.model.linear import Linear, NativeLinear
 from moebatch.model.router import ExpertRows
-from moebatch.native.kernels import FfnWeights
+from moebatch.native.kernels import SILU, FfnWeights, Gate
 
 # Rows that one call carries: the intermediate [R, 2F] then stays within tens of MB.
 _MAX_INTERMEDIATE = 1 << 22
+_CLAMPED_ALPHA = 1.702  # of gpt-oss; sigmoid(1.702 x) is close to the normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expert:
-    """One expert's matrices: gate and up stacked [2F, D], down [D, F].
+    """One expert's matrices: gate and up stacked [2F, D], down [D, F]; their biases in float32.
 
-    `native` are the same matrices for the fused kernel, where they can be used so.
+    `limit` clamps gate and up, and the activation is then that of gpt-oss.
+    `native` is all of it for the fused kernel, where the matrices can be used so.
     """
 
     index: int
     size: int
     gate_up: Linear
     down: Linear
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    limit: float | None = None
     native: FfnWeights | None = None
 
 
-def make_expert(index: int, *, size: int, gate_up: Linear, down: Linear) -> Expert:
-    """An expert, with its fused form where both matrices are packed and gate fills whole panels."""
-    native = None
-    if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear):
-        kernels, stacked = gate_up.kernels, gate_up.packed
-        if size % kernels.panel_outputs == 0:
-            gate, up = kernels.rows(stacked, 0, size), kernels.rows(stacked, size, 2 * size)
-            native = kernels.ffn_weights(gate, up, down.packed)
-    return Expert(index=index, size=size, gate_up=gate_up, down=down, native=native)
+def fused(gate_up: Linear, down: Linear, *, size: int, gate_up_bias: Tensor | None,
+          down_bias: Tensor | None) -> FfnWeights | None:  # fmt: skip
+    """An expert for the fused kernel: where both matrices are packed and gate fills whole panels."""
+    if not (isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)):
+        return None
+    kernels, stacked = gate_up.kernels, gate_up.packed
+    if size % kernels.panel_outputs:
+        return None
+    biases = None
+    if gate_up_bias is not None or down_bias is not None:
+        both = torch.zeros(stacked.outputs) if gate_up_bias is None else gate_up_bias
+        last = torch.zeros(down.packed.outputs) if down_bias is None else down_bias
+        biases = (both[:size], both[size:], last)
+    gate, up = kernels.rows(stacked, 0, size), kernels.rows(stacked, size, 2 * size)
+    return kernels.ffn_weights(gate, up, down.packed, biases=biases)
 
 
 def swiglu(x: Tensor, expert: Expert) -> Tensor:
-    """down(silu(gate x) * up x): x [R, D] -> [R, D], in the type in which the matrices compute."""
-    gate_up = expert.gate_up(x)
+    """down(silu(gate x) * up x): x [R, D] -> [R, D], in the type in which the matrices compute.
+
+    With a limit: gate sigmoid(1.702 gate) (up + 1), gate at most and up within the limit.
+    """
+    gate_up = _plus(expert.gate_up(x), expert.gate_up_bias)
     gate, up = gate_up[:, : expert.size], gate_up[:, expert.size :]
-    return expert.down(torch.mul(silu(gate), up))
+    if expert.limit is None:
+        inner = torch.mul(silu(gate), up)
+    else:
+        gate, up = gate.clamp(max=expert.limit), up.clamp(-expert.limit, expert.limit)
+        inner = gate * torch.sigmoid(_CLAMPED_ALPHA * gate) * (up + 1)
+    return _plus(expert.down(inner), expert.down_bias)
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
@@ -60,6 +83,7 @@ def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
         for expert in experts:
             add_expert(output, hidden, rows, expert)
         return
+    clamped = first.limit is not None
     down.kernels.add_ffn(
         output,
         hidden,
@@ -68,6 +92,7 @@ def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
         tokens=rows.tokens,
         weights=rows.weights,
         round_x=down.round_x,
+        gate=Gate(alpha=_CLAMPED_ALPHA, shift=1.0, limit=first.limit) if clamped else SILU,
     )
 
 

@@ -9,25 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moebatch.errors import ModelError
+from moebatch.errors import ModelError, UsageError
 from moebatch.model.checkpoint import read_json
 from moebatch.model.families import Family, family_of
-from moebatch.model.families.base import Part
+from moebatch.model.families.known import KNOWN
+from moebatch.model.families.parts import Part
+from moebatch.model.stored import quantization_of
 from moebatch.plan.model_spec import ModelSpec
 
-SHORT_NAMES: dict[str, str] = {
-    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "mixtral-8x7b-base": "mistralai/Mixtral-8x7B-v0.1",
-    "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
-    "mixtral-8x22b-base": "mistralai/Mixtral-8x22B-v0.1",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-}
-_WANTED_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+SHORT_NAMES: dict[str, str] = {name: known.repo for name, known in KNOWN.items()}
+_WANTED_FILES = ["*.json", "tokenizer.model", "*.jinja"]
+_WEIGHTS = "*.safetensors"
 _DEMO = Path(__file__).parent.parent / "demo" / "model"
 
 
@@ -54,17 +46,20 @@ class LocalModel:
         yield from family.vocabulary_parts(spec)
         for layer in range(spec.num_layers):
             yield from family.attention_parts(spec, layer)
-            for expert in range(spec.num_experts):
+            for expert in range(spec.experts_in(layer)):
                 yield from family.expert_parts(spec, layer, expert)
 
 
 def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | None = None,
-                  offline: bool = False) -> LocalModel:  # fmt: skip
-    """Find a model and read its configuration.
+                  offline: bool = False, weights: bool = True) -> LocalModel:  # fmt: skip
+    """Find a model and read its configuration; without `weights` a hub model's are not fetched.
 
+    Raises: UsageError for a revision of a directory.
     Raises: ModelError when it cannot be had, is incomplete, or is of an unsupported architecture.
     """
     path = Path(name).expanduser()
+    if revision is not None and (name == "demo" or path.is_dir()):
+        raise UsageError(f"--revision {revision} has no meaning for the local model {name}")
     if name == "demo":
         return _read(_DEMO, name=name, revision=None)
     if path.is_dir():
@@ -81,7 +76,8 @@ def resolve_model(name: str, *, revision: str | None = None, cache_dir: Path | N
             + ", ".join(SHORT_NAMES)
             + "; or give a hub id like org/name",
         )
-    found = _download(repo, revision=revision, cache_dir=cache_dir, offline=offline)
+    found = _download(repo, revision=revision, cache_dir=cache_dir, offline=offline,
+                      weights=weights)  # fmt: skip
     return _read(found, name=repo, revision=found.name)
 
 
@@ -94,6 +90,7 @@ def _read(path: Path, *, name: str, revision: str | None) -> LocalModel:
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else None
     family = family_of(config)
+    quantization_of(config)  # refuses what cannot be read, before any weights are looked for
     return LocalModel(
         path=path,
         name=name,
@@ -117,7 +114,7 @@ def _eos_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any]) ->
 
 
 def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
-              offline: bool) -> Path:  # fmt: skip
+              offline: bool, weights: bool) -> Path:  # fmt: skip
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -140,7 +137,7 @@ def _download(repo: str, *, revision: str | None, cache_dir: Path | None,
                 revision=revision,
                 cache_dir=cache_dir,
                 local_files_only=local_only,
-                allow_patterns=_WANTED_FILES,
+                allow_patterns=_WANTED_FILES + ([_WEIGHTS] if weights else []),
             )
         )
     except GatedRepoError:

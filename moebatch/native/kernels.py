@@ -8,7 +8,6 @@ Shapes: T tokens, I inputs (columns), O outputs (rows), F expert size, R routed 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +15,16 @@ import torch
 from torch import Tensor
 
 from moebatch.errors import ModelError, UsageError
+from moebatch.native.extension import OFF, SIMD_VARIABLE, extension, variants
 from moebatch.native.rounding import PANEL, Rounding, restored
 
-SIMD_VARIABLE = "MOEBATCH_SIMD"  # the one debug switch: a variant's name, or "off" for PyTorch
-_OFF = "off"
 _HUGE_PAGE = 2 << 20
 _ALIGN = 64
+CHUNK_TOKENS = 256  # of context, from its start on, that one softmax covers before results merge
+MAX_SHARED_QUERIES = 64  # query heads of a key/value head
 INT8 = Rounding(bits=8, group=128)
-INT4 = Rounding(bits=4, group=32)
+# 4.375 bits a weight; as good as groups of 32 without zero points (4.5 bits), and faster.
+INT4 = Rounding(bits=4, group=64, zeros=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,33 +81,19 @@ class Context:
 SILU = Gate()
 
 
-def extension() -> ModuleType | None:
-    """The compiled module, or None where the installation has none."""
-    try:
-        return import_module("moebatch.native._kernels")
-    except ImportError:
-        return None
-
-
-def variants() -> list[str]:
-    """Names of the SIMD variants that this processor can run, best first; empty without kernels."""
-    module = extension()
-    return [] if module is None else list(module.variants())
-
-
 def load_kernels(threads: int, variant: str | None = None) -> "Kernels | None":
     """The kernels for a number of threads, or None where there are none or they are switched off.
 
     Raises: UsageError when the environment asks for a variant that does not exist here.
     """
     wanted = variant or os.environ.get(SIMD_VARIABLE, "")
-    if wanted == _OFF:
+    if wanted == OFF:
         return None
     module = extension()
     if wanted and wanted not in variants():
         raise UsageError(
             f"{SIMD_VARIABLE}={wanted} cannot run here",
-            hint="one of: " + ", ".join([*variants(), _OFF]),
+            hint="one of: " + ", ".join([*variants(), OFF]),
         )
     return None if module is None else Kernels(module, variant=wanted, threads=threads)
 
@@ -190,10 +177,6 @@ class Kernels:
         assert isinstance(packed.kind, Rounding)
         panels = packed.buffer.view(torch.uint8).flatten()
         return restored(panels, packed.kind, packed.outputs, packed.inputs)
-
-    def pack_int8(self, weight: Tensor) -> Packed:
-        """`pack_rounded` to 8 bits in the groups that suit them."""
-        return self.pack_rounded(weight, INT8)
 
     def pack_in_place(self, weight: Tensor) -> Packed:
         """The same in the weight's own memory where its shape allows it, which then has no rows."""
@@ -302,14 +285,15 @@ class Kernels:
         )
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, context: Context, *,
-               window: int | None = None, sinks: Tensor | None = None,
+               window: int | None = None, scale: float | None = None,
+               sinks: Tensor | None = None,
                scales: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
         """Softmax attention of each row: q [R, H, d] float32 -> [R, H, d].
 
         `keys` and `values` are the pools of one layer, [blocks * G, 16, d], heads of a block side by
         side; in int8 they have `scales` in float32, [blocks * G, 16] each, by which whole numbers are
-        multiplied. A row sees the last `window` tokens of its context, or all; `sinks` [H] are scores
-        of their own that take weight and give nothing.
+        multiplied. A row sees the last `window` tokens of its context, or all; `scale` of the scores is
+        1/sqrt(d) unless given; `sinks` [H] are scores of their own that take weight and give nothing.
         """
         rows, heads, head_dim = q.shape
         assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == values.dtype
@@ -339,7 +323,7 @@ class Kernels:
             table_stride=context.tables.shape[1],
             window=window or 0,
             sinks=0 if sinks is None else sinks.data_ptr(),
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if scale is None else scale,
         )
         return out
 

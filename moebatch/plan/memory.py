@@ -1,15 +1,27 @@
-"""Peak bytes of host memory under a policy, as named parts.
+"""Peak bytes of host memory on a machine without an accelerator, as named parts.
 
+All amounts may be numpy arrays, so that a search is one evaluation.
 Shapes as in the paper: T tokens of a pass, S rows that are sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from moebatch.plan.cost import expert_page_bytes, mean_attention_page_bytes
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
-from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
+from moebatch.plan.policy import KV_BLOCK_TOKENS
 
+Amount = Any  # a whole number of bytes, or an array of them
 FLOAT = 4
-_EXPERT_TILE_BYTES = 2 * (1 << 22) * FLOAT + (1 << 22) * FLOAT  # gate and up, their product, gather
+_MAX_INTERMEDIATE = 1 << 22  # numbers of gate and up that one expert call makes (model.experts)
+# Streamed pages' work space in the library that multiplies with them, and the heap's holes.
+_STREAM_WORK_PAGES, _STREAM_WORK_BYTES = 6, 128 << 20
+# The library makes code for each number of rows that a product is called with, and keeps this many.
+_PRODUCT_BYTES, _PRODUCTS = 200 << 10, 1024
+_MAX_GATHER = 64 << 20  # bytes of keys and values that one attention call brings together
 _LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
 MAX_LOGIT_ROWS = 128
 LOADERS = 2  # threads that read and pack resident pages: more would cost a page of memory each
@@ -19,21 +31,21 @@ LOADERS = 2  # threads that read and pack resident pages: more would cost a page
 class MemoryPlan:
     """Host memory by use, in bytes. `loading` is needed before the last three are, not with them."""
 
-    base: int
-    vocabulary: int
-    resident_weights: int
-    page_buffer: int
-    loading: int
-    kv_cache: int
-    activations: int
-    logits: int
+    base: Amount
+    vocabulary: Amount
+    resident_weights: Amount
+    page_buffer: Amount
+    loading: Amount
+    kv_cache: Amount
+    activations: Amount
+    logits: Amount
 
     @property
-    def total(self) -> int:
+    def total(self) -> Amount:
         """Peak of the whole process: weights, and what loading or running adds, whichever is more."""
         running = self.kv_cache + self.activations + self.logits
         weights = self.base + self.vocabulary + self.resident_weights + self.page_buffer
-        return weights + max(self.loading, running)
+        return weights + np.maximum(self.loading, running)
 
 
 def vocabulary_bytes(spec: ModelSpec) -> int:
@@ -41,26 +53,34 @@ def vocabulary_bytes(spec: ModelSpec) -> int:
     return spec.vocabulary_params * DTYPE_BYTES[spec.weight_dtype]
 
 
-def expert_page_bytes(spec: ModelSpec) -> int:
-    """One expert of one layer."""
-    return spec.expert_params * DTYPE_BYTES[spec.weight_dtype]
-
-
 def attention_page_bytes(spec: ModelSpec) -> int:
-    """A layer's projections, norms and router; the small parts are held in float32."""
-    router = spec.num_experts * spec.hidden_size if spec.has_router else 0
-    return spec.attention_params * DTYPE_BYTES[spec.weight_dtype] + router * FLOAT
+    """The largest attention page: projections, norms, router, the FFN of every token.
+
+    The small parts are held in float32.
+    """
+    return spec.largest_base_params * DTYPE_BYTES[spec.weight_dtype] + spec.float_params * FLOAT
 
 
-def loading_bytes(spec: ModelSpec, page_bytes: int) -> int:
+def loading_bytes(spec: ModelSpec, page_bytes: Amount) -> Amount:
     """What LOADERS threads hold while they pack pages: a staging buffer and a float32 copy each.
 
     The LM head is packed alone, before any page: its float32 copy and its bytes as read.
     """
-    matrix = max(2 * spec.expert_size, spec.q_size + 2 * spec.kv_size) * spec.hidden_size * FLOAT
+    widest = max(2 * spec.expert_size, 2 * spec.dense_size, 2 * spec.shared_size, spec.qkv_rows)
+    matrix = widest * spec.hidden_size * FLOAT
     head = spec.vocab_size * spec.hidden_size * (FLOAT + DTYPE_BYTES[spec.weight_dtype])
-    pages = LOADERS * (page_bytes + matrix) if page_bytes else 0
-    return max(pages, 0 if spec.tie_embeddings else head)
+    pages = np.where(
+        np.asarray(page_bytes) > 0, LOADERS * (page_bytes + matrix + decoding_bytes(spec)), 0
+    )
+    return np.maximum(pages, 0 if spec.tie_embeddings else head)
+
+
+def decoding_bytes(spec: ModelSpec) -> int:
+    """What one reader holds while it decodes a quantised page: its bytes, numbers and float32 forms."""
+    if spec.stored_bits is None:
+        return 0
+    widest = max(spec.expert_size, spec.dense_size, spec.shared_size) * spec.hidden_size
+    return spec.stored_expert_bytes + 3 * widest * FLOAT
 
 
 def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
@@ -68,22 +88,100 @@ def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
     return spec.kv_bytes_per_token(kv_dtype) * KV_BLOCK_TOKENS
 
 
-def activation_bytes(spec: ModelSpec, policy: Policy) -> int:
-    """Hidden states of a pass, one micro-batch's attention, one expert's tile.
+def ring_blocks(windows: Sequence[int | None]) -> int:
+    """Blocks of a sequence in the layers with a sliding window; 0 where there are none."""
+    widest = max((window for window in windows if window is not None), default=0)
+    return -(-widest // KV_BLOCK_TOKENS)
+
+
+def kv_cache_bytes(spec: ModelSpec, *, kv_blocks: Amount, batch_size: Amount,
+                   kv_dtype: str) -> Amount:  # fmt: skip
+    """The whole KV cache: layers with a window hold no more than the window of each sequence."""
+    layer_block = kv_block_bytes(spec, kv_dtype) // spec.num_layers
+    windowed = sum(window is not None for window in spec.layer_windows)
+    rings = np.minimum(kv_blocks, batch_size * ring_blocks(spec.layer_windows))
+    return layer_block * ((spec.num_layers - windowed) * kv_blocks + windowed * rings)
+
+
+def activation_bytes(spec: ModelSpec, *, pass_tokens: Amount, micro_tokens: Amount,
+                     kv_blocks: Amount) -> Amount:  # fmt: skip
+    """Hidden states of a pass, one micro-batch's attention, one expert call.
 
     Per token of the pass: hidden, normed, routing. Per token of the largest micro-batch: the norm,
-    qkv, rotated q and k, expanded keys and values, attention and its projection.
+    qkv as multiplied and in float32, q and k while they are rotated.
     """
-    tokens = policy.prefill_tokens + policy.batch_size
-    per_pass = 2 * spec.hidden_size * FLOAT + 24 * spec.top_k
-    per_token = (3 * spec.hidden_size + 6 * spec.q_size + 4 * spec.kv_size) * FLOAT
-    return tokens * per_pass + tokens * per_token + _EXPERT_TILE_BYTES + 3 * _gather_bytes()
+    per_pass = 6 * spec.hidden_size + 24 * spec.top_k
+    heads = 3 * spec.q_size + 2 * spec.kv_size
+    per_token = (spec.hidden_size + heads) * FLOAT + 6 * spec.qkv_rows
+    calls = (
+        _expert_bytes(spec, pass_tokens) + _gather(spec, kv_blocks) + _products(spec, pass_tokens)
+    )
+    return np.ceil(pass_tokens * per_pass + micro_tokens * per_token) + calls
 
 
-def _gather_bytes() -> int:
-    return 64 << 20
+def _expert_bytes(spec: ModelSpec, tokens: Amount) -> Amount:
+    """One expert call: gate and up, their product, and the rows in and out."""
+    size = max(1, spec.expert_size, spec.dense_size, spec.shared_size)
+    rows = np.minimum(tokens, max(64, _MAX_INTERMEDIATE // (2 * size)))
+    return rows * (4 * size + 3 * spec.hidden_size) * FLOAT
 
 
-def logit_bytes(spec: ModelSpec, batch_size: int) -> int:
+def _products(spec: ModelSpec, pass_tokens: Amount) -> Amount:
+    """Code for products: each expert of each layer may see numbers of rows of its own."""
+    different = np.minimum(2 * pass_tokens, 2 * spec.num_expert_pages)
+    return _PRODUCT_BYTES * np.minimum(different, _PRODUCTS)
+
+
+def gather_block_bytes(spec: ModelSpec) -> int:
+    """What a block takes in an attention call: as it lies in the cache and in float32, at most."""
+    return 2 * KV_BLOCK_TOKENS * spec.kv_numbers * FLOAT
+
+
+def _gather(spec: ModelSpec, kv_blocks: Amount) -> Amount:
+    """Keys and values of one attention call."""
+    return np.minimum(2 * _MAX_GATHER, kv_blocks * gather_block_bytes(spec))
+
+
+def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:
     """Logits of one sampling chunk and what sampling makes of them."""
-    return min(batch_size, MAX_LOGIT_ROWS) * spec.vocab_size * FLOAT * _LOGIT_COPIES
+    return np.minimum(batch_size, MAX_LOGIT_ROWS) * spec.vocab_size * FLOAT * _LOGIT_COPIES
+
+
+def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, micro_tokens: Amount,
+                kv_blocks: Amount, attention_pages: Amount, expert_pages: Amount,
+                page_slots: Amount, kv_dtype: str, base_bytes: int) -> MemoryPlan:  # fmt: skip
+    """Peak host memory when so many pages stay; `base_bytes` is what the process takes before any.
+
+    `pass_tokens` go through a layer in one pass, at most `micro_tokens` in one micro-batch.
+
+    Attention pages are spread evenly, so those that stay are of average size.
+    """
+    expert, attention = expert_page_bytes(spec), attention_page_bytes(spec)
+    mean = mean_attention_page_bytes(spec)
+    slot = np.where(attention_pages < spec.num_layers, max(expert, attention), expert)
+    staged = np.maximum(expert * (expert_pages > 0), attention * (attention_pages > 0))
+    streamed = spec.num_layers + spec.num_expert_pages - attention_pages - expert_pages
+    return MemoryPlan(
+        base=base_bytes,
+        vocabulary=vocabulary_bytes(spec),
+        resident_weights=np.ceil(attention_pages * mean) + expert_pages * expert,
+        page_buffer=np.minimum(page_slots, streamed) * slot
+        + np.where(streamed > 0, decoding_bytes(spec) + _stream_work(spec), 0),
+        loading=loading_bytes(spec, staged),
+        kv_cache=kv_cache_bytes(
+            spec, kv_blocks=kv_blocks, batch_size=batch_size, kv_dtype=kv_dtype
+        ),
+        activations=activation_bytes(
+            spec, pass_tokens=pass_tokens, micro_tokens=micro_tokens, kv_blocks=kv_blocks
+        ),
+        logits=logit_bytes(spec, batch_size),
+    )
+
+
+def _stream_work(spec: ModelSpec) -> int:
+    return min(_STREAM_WORK_PAGES * expert_page_bytes(spec), _STREAM_WORK_BYTES)
+
+
+def in_bytes(plan: MemoryPlan) -> MemoryPlan:
+    """The same plan in plain whole numbers."""
+    return MemoryPlan(**{name: int(getattr(plan, name)) for name in MemoryPlan.__slots__})

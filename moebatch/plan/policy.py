@@ -6,18 +6,18 @@ Source: MoE-Lightning (arXiv 2411.11217), section 3.3.
 
 import json
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
 
 from moebatch.errors import UsageError
 from moebatch.plan.model_spec import DTYPE_BYTES
+from moebatch.plan.pipeline import STYLES
+from moebatch.plan.schedule import Processor
 
-Processor = Literal["cpu", "gpu"]
 KV_BLOCK_TOKENS = 16
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("cpu", "gpu"),
     "ffn": ("cpu", "gpu"),
     "kv_dtype": tuple(DTYPE_BYTES),
-    "schedule": ("zigzag",),
+    "schedule": ("zigzag", *STYLES),
 }
 
 
@@ -29,6 +29,9 @@ class Policy:
     `weights_resident` is the share of the streamable pages (0..1) that stays in memory, realised in
     whole pages; `page_slots` is how many pages the buffer for streamed ones holds.
     `prefill_tokens` bounds the prompt tokens of one pass, `kv_blocks` is the size of the KV cache.
+    With an accelerator: `prefill_micro_batch_size` requests share a call in prefill,
+    `experts_grouped` micro-batches one visit to an expert, and `weights_on_disk` is the share of the
+    pages that host memory cannot hold. `weight_dtype` None: as the checkpoint stores them.
     """
 
     batch_size: int
@@ -42,14 +45,22 @@ class Policy:
     kv_blocks: int = 1
     kv_dtype: str = "float32"
     schedule: str = "zigzag"
+    prefill_micro_batch_size: int | None = None
+    experts_grouped: int = 1
+    weights_on_disk: float = 0.0
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""
-        for name in ("batch_size", "micro_batch_size", "prefill_tokens", "page_slots", "kv_blocks"):
+        counts = ("batch_size", "micro_batch_size", "prefill_tokens", "page_slots", "kv_blocks",
+                  "prefill_micro_batch_size", "experts_grouped")  # fmt: skip
+        for name in counts:
             value = getattr(self, name)
+            if name == "prefill_micro_batch_size" and value is None:
+                continue
             if type(value) is not int or value < 1:
                 raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 1 on")
-        for name in ("weights_resident", "kv_resident"):
+        for name in ("weights_resident", "kv_resident", "weights_on_disk"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
                 raise UsageError(f"policy: {name} is {value!r}, must be 0 to 1")
@@ -57,6 +68,9 @@ class Policy:
             if getattr(self, name) not in allowed:
                 raise UsageError(f"policy: {name} is {getattr(self, name)!r}",
                                  hint="known are: " + ", ".join(allowed))  # fmt: skip
+        if self.weight_dtype is not None and self.weight_dtype not in DTYPE_BYTES:
+            raise UsageError(f"policy: weight_dtype is {self.weight_dtype!r}",
+                             hint="known are: " + ", ".join(DTYPE_BYTES))  # fmt: skip
 
     @property
     def num_micro_batches(self) -> int:
@@ -80,6 +94,36 @@ class Policy:
             unknown = set(values) - {field.name for field in fields(cls)}
             if unknown:
                 raise UsageError(f"policy: unknown field {sorted(unknown)[0]!r}")
+            for name in ("batch_size", "micro_batch_size"):
+                if name not in values:
+                    raise UsageError(f"policy: the field {name!r} is missing")
             return cls(**values)
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError(f"not a policy: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What the user fixed; None leaves the choice to the planner."""
+
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    weights_resident: float | None = None
+    prefill_tokens: int | None = None
+    kv_dtype: str | None = None
+    attention: Processor | None = None
+    ffn: Processor | None = None
+    kv_resident: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises: UsageError for a value outside its range."""
+        for name in ("batch_size", "micro_batch_size", "prefill_tokens"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise UsageError(f"{name} is {count}, must be at least 1")
+        for name in ("weights_resident", "kv_resident"):
+            share = getattr(self, name)
+            if share is not None and not 0.0 <= share <= 1.0:
+                raise UsageError(f"{name} is {share}, must be 0 to 1")
+        if self.kv_dtype is not None and self.kv_dtype not in DTYPE_BYTES:
+            raise UsageError(f"kv_dtype {self.kv_dtype} is not known")

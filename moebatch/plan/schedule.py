@@ -7,25 +7,48 @@ the list of the pass before, or its prologue. Lanes run their own tasks in list 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
+
+Processor = Literal["cpu", "gpu"]
 
 
 class Op(StrEnum):
     """Kinds of task. The names are those of MoE-Lightning's Algorithm 1 where it has one."""
 
-    LOAD_PAGE = "load_page"
-    PRE_ATTN = "pre_attn"
-    CPU_ATTN = "cpu_attn"
-    POST_ATTN = "post_attn"
-    FFN = "ffn"
+    STAGE_PAGE = "stage_page"  # into staging memory (the paper's W_CtoPin)
+    LOAD_PAGE = "load_page"  # into the top tier (W_PintoG)
     FREE_PAGE = "free_page"
+    FREE_LAYER = "free_layer"
+    PRE_ATTN = "pre_attn"
+    OFFLOAD_QKV = "offload_qkv"
+    CPU_ATTN = "cpu_attn"
+    LOAD_HIDDEN = "load_hidden"
+    STAGE_KV = "stage_kv"  # a micro-batch's context, from the host's cache into staging memory
+    LOAD_KV = "load_kv"
+    GPU_ATTN = "gpu_attn"
+    OFFLOAD_KV = "offload_kv"
+    STORE_KV = "store_kv"  # new keys and values, into the host's cache
+    POST_ATTN = "post_attn"
+    OFFLOAD_NORMED = "offload_normed"  # what the experts read, where they run on the host
+    FFN = "ffn"
+    LOAD_FFN = "load_ffn"
+    ADD_FFN = "add_ffn"
+
+
+# Traffic of weights runs on across the end of a pass, everything else ends with it.
+PAGE_OPS = frozenset({Op.STAGE_PAGE, Op.LOAD_PAGE})
 
 
 class Lane(StrEnum):
     """What executes tasks, one after the other."""
 
+    GPU = "gpu"
     CPU = "cpu"
+    H2D = "h2d"
+    D2H = "d2h"
+    STAGE = "stage"  # host memory to pinned memory
     DISK = "disk"
 
 
@@ -59,6 +82,8 @@ def prologue(table: PageTable, *, page_slots: int) -> list[Task]:
 def zigzag(table: PageTable, *, num_micro_batches: int, page_slots: int) -> list[Task]:
     """Layer by layer, every micro-batch through attention, then each expert once over all of them.
 
+    The FFN of every token, which lies in page 0, comes before the experts: FFN of page 0.
+
     While pages are used, the next ones come in: page k + page_slots is loaded into the slot that page
     k leaves, across the end of the pass into the next one. Buffer need: `page_slots` pages.
     """
@@ -73,13 +98,17 @@ def zigzag(table: PageTable, *, num_micro_batches: int, page_slots: int) -> list
             tasks.append(Task(Op.CPU_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
             tasks.append(Task(Op.POST_ATTN, Lane.CPU, layer, j, deps=(tasks[-1].key,)))
         routed = tuple((Op.POST_ATTN, layer, j, 0) for j in range(num_micro_batches))
-        tasks += _turn_over(table, order, (layer, ATTENTION_PAGE), page_slots, routed)
-        for page in range(1, table.num_pages):
+        ffns: tuple[Key, ...] = ()
+        if layer in table.base_ffn:
+            tasks.append(Task(Op.FFN, Lane.CPU, layer, page=ATTENTION_PAGE, deps=routed))
+            ffns = (tasks[-1].key,)
+        tasks += _turn_over(table, order, (layer, ATTENTION_PAGE), page_slots, routed + ffns)
+        for page in table.expert_pages(layer):
             wait, carried = _arrival(order, (layer, page), page_slots)
             ffn = Task(Op.FFN, Lane.CPU, layer, page=page, deps=routed + wait, carried=carried)
             tasks.append(ffn)
             tasks += _turn_over(table, order, (layer, page), page_slots, (ffn.key,))
-        last = tuple((Op.FFN, layer, 0, page) for page in range(1, table.num_pages))
+        last = ffns + tuple((Op.FFN, layer, 0, page) for page in table.expert_pages(layer))
     return tasks
 
 

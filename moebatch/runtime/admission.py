@@ -43,6 +43,11 @@ class Admission:
                 break
         return bool(self.active) or bool(self._refused)
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences that have been taken from the requests and not yet joined."""
+        return self._waiting
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: its blocks and its place are free."""
         self.active.remove(sequence)
@@ -119,7 +124,7 @@ class Admission:
         tokens = [0] * self._num_micro_batches
         reserved, requests = tokens.copy(), tokens.copy()
         for sequence in self.active:
-            j, length = sequence.micro_batch, sequence.prompt_len + len(sequence.generated)
+            j, length = sequence.micro_batch, sequence.held_len
             tokens[j] += length
             reserved[j] += blocks_for(sequence.max_len) * KV_BLOCK_TOKENS - length
             requests[j] += 1

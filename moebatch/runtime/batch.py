@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moebatch.model.layers import Rope
-from moebatch.native.kernels import Context
-from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.kv_cache import BlockTable, KVCache
+from moebatch.runtime.native_attention import NativeContext, native_context
 
 # Decode rows are attended in groups whose shortest block table is at least this share of the
 # longest: bounds the padding of a gather and keeps the number of calls small.
@@ -25,11 +25,15 @@ _MAX_GATHER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Tokens of one sequence from position `start` on, and the sequence's block table."""
+    """Tokens of one sequence from position `start` on, and the sequence's block table.
+
+    `max_len` is how long it may become: some models turn long rows by other angles.
+    """
 
     token_ids: tuple[int, ...]
     start: int
-    blocks: list[int]
+    blocks: BlockTable
+    max_len: int = 0
 
     @property
     def end(self) -> int:
@@ -41,13 +45,27 @@ class Segment:
 class DecodeGroup:
     """Decode rows attended in one call: tokens [first, last) of the micro-batch.
 
-    `masks` gives, for each attention window of the model, who sees what: [R, C] bool.
+    `masks` gives, for each attention window of the model, who sees what: [R, C] bool. With a window
+    C are the slots of a ring, which `ring_rows` gathers.
     """
 
     first: int
     last: int
     block_rows: Tensor
+    ring_rows: Tensor | None
     masks: Mapping[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingRun:
+    """A prompt's tokens in a layer with a window.
+
+    `past` [P, G] are the slots of the tokens before the run that it can see, `kept` [K, G] those into
+    which its last K tokens are written once it has been attended: they may take the past's places.
+    """
+
+    past: Tensor
+    kept: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +79,27 @@ class PromptRun:
     last: int
     context: int
     block_rows: Tensor | None
+    ring: RingRun | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Tokens [first, last) of the pass, with all that attention needs to know of them.
 
-    With `context` the native kernels attend all rows at once; without it, `decode` and `prompts`
-    say what PyTorch does piece by piece.
+    `slots` [Q, G] is where they are written, `ring_slots` [N, G] where the N decode tokens, which come
+    first, are written in layers with a window.
+    With `native` the native kernels attend all rows at once; without it, `decode` and `prompts` say
+    what PyTorch does piece by piece.
     """
 
     first: int
     last: int
     slots: Tensor
+    ring_slots: Tensor | None
     rope: tuple[Tensor, Tensor]
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptRun, ...]
-    context: Context | None = None
+    native: NativeContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +116,7 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
                windows: Seq[int | None], native: bool = False) -> Pass:  # fmt: skip
     """Lay out the segments of each micro-batch; their blocks must already be allocated.
 
-    `native` is for attention by the native kernels.
+    `native`: attention is the native kernels'.
     """
     first, ids = 0, []
     micro_batches, last_tokens = [], []
@@ -104,8 +126,9 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
         ends = _ends(ordered, first)
         position = dict(zip(order, ends, strict=True))
         last_tokens.append(tuple(position[k] - 1 for k in range(len(segments))))
-        lay_out = _native_micro_batch if native else _micro_batch
-        micro_batches.append(lay_out(first, ordered, kv=kv, rope=rope, windows=windows))
+        micro_batches.append(
+            _micro_batch(first, ordered, kv=kv, rope=rope, windows=windows, native=native)
+        )
         ids += [token for segment in ordered for token in segment.token_ids]
         first = micro_batches[-1].last
     return Pass(
@@ -129,42 +152,64 @@ def _ends(segments: Seq[Segment], first: int) -> list[int]:
 
 
 def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
-                 windows: Seq[int | None]) -> MicroBatch:  # fmt: skip
+                 windows: Seq[int | None], native: bool) -> MicroBatch:  # fmt: skip
     num_decode = sum(len(segment.token_ids) == 1 for segment in segments)
-    groups = tuple(
-        _decode_group(segments[a:b], a, kv=kv, windows=windows)
-        for a, b in _decode_bounds(segments[:num_decode], kv)
+    decode: tuple[DecodeGroup, ...] = ()
+    prompts: tuple[PromptRun, ...] = ()
+    context = None
+    if native:
+        spans = [(s.blocks, s.start, s.end) for s in segments]
+        context = native_context(spans, num_decode, kv=kv, windows=windows)
+    else:
+        decode = _decode_groups(segments[:num_decode], kv, windows)
+        prompts = _prompt_runs(segments[num_decode:], num_decode, kv, windows)
+    positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
+    limits = torch.cat([torch.full((s.end - s.start,), max(s.max_len, s.end)) for s in segments])
+    slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
+    ring_slots = None
+    if kv.ring_tokens:
+        rings = [kv.ring_slots(s.blocks, s.start, s.end) for s in segments[:num_decode]]
+        ring_slots = torch.cat(rings) if rings else slots[:0]
+    return MicroBatch(
+        first=first,
+        last=first + positions.numel(),
+        slots=slots,
+        ring_slots=ring_slots,
+        rope=rope.table(positions, limits),
+        decode=decode,
+        prompts=prompts,
+        native=context,
     )
-    end, prompts = num_decode, []
-    for segment in segments[num_decode:]:
+
+
+def _decode_groups(segments: Seq[Segment], kv: KVCache,
+                   windows: Seq[int | None]) -> tuple[DecodeGroup, ...]:  # fmt: skip
+    return tuple(
+        _decode_group(segments[a:b], a, kv=kv, windows=windows)
+        for a, b in _decode_bounds(segments, kv)
+    )
+
+
+def _prompt_runs(segments: Seq[Segment], first: int, kv: KVCache,
+                 windows: Seq[int | None]) -> tuple[PromptRun, ...]:  # fmt: skip
+    end, runs = first, []
+    for segment in segments:
         begin, end = end, end + len(segment.token_ids)
         earlier = kv.block_rows([segment.blocks]) if segment.start else None
-        run = PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier)
-        prompts.append(run)
-    positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
-    slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
-    return MicroBatch(
-        first=first,
-        last=first + end,
-        slots=slots,
-        rope=rope.table(positions),
-        decode=groups,
-        prompts=tuple(prompts),
-    )
+        ring = _ring_run(segment, kv, windows) if kv.ring_tokens else None
+        runs.append(
+            PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier, ring=ring)
+        )
+    return tuple(runs)
 
 
-def _native_micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
-                        windows: Seq[int | None]) -> MicroBatch:  # fmt: skip
-    del windows  # the kernels take the window itself
-    context = kv.context([(s.blocks, s.start, s.end) for s in segments])
-    return MicroBatch(
-        first=first,
-        last=first + context.lengths.numel(),
-        slots=torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments]),
-        rope=rope.table(context.lengths - 1),
-        decode=(),
-        prompts=(),
-        context=context,
+def _ring_run(segment: Segment, kv: KVCache, windows: Seq[int | None]) -> RingRun:
+    widest = max(window for window in windows if window is not None)
+    first_seen = max(0, segment.start - widest + 1)
+    first_kept = max(segment.start, segment.end - kv.ring_tokens)
+    return RingRun(
+        past=kv.ring_slots(segment.blocks, first_seen, segment.start),
+        kept=kv.ring_slots(segment.blocks, first_kept, segment.end),
     )
 
 
@@ -188,9 +233,21 @@ def _decode_group(segments: Seq[Segment], first: int, *, kv: KVCache,
     length = torch.tensor([segment.end for segment in segments])[:, None]
     position = torch.arange(block_rows.shape[2] * kv.block_tokens)
     visible = position < length
-    masks = {
-        window: visible if window is None else visible & (position >= length - window)
-        for window in set(windows)
-    }
-    last = first + len(segments)
-    return DecodeGroup(first=first, last=last, block_rows=block_rows, masks=masks)
+    masks: dict[int | None, Tensor] = {None: visible}
+    ring_rows = None
+    if kv.ring_tokens:
+        ring_rows = kv.ring_rows(tables)
+        slot = torch.arange(ring_rows.shape[2] * kv.block_tokens)
+        held = length - 1 - (length - 1 - slot) % kv.ring_tokens  # negative: nothing yet
+        for window in {window for window in windows if window is not None}:
+            masks[window] = (held >= 0) & (held >= length - window)
+    else:  # a cache without rings keeps all of a row, whatever the window
+        for window in {window for window in windows if window is not None}:
+            masks[window] = visible & (position >= length - window)
+    return DecodeGroup(
+        first=first,
+        last=first + len(segments),
+        block_rows=block_rows,
+        ring_rows=ring_rows,
+        masks=masks,
+    )

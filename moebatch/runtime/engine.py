@@ -4,36 +4,33 @@ Each pass carries every sequence in flight: one token of those that decode, prom
 that joined. Finished sequences leave after the pass, waiting ones take their places before the next.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from moebatch.data.requests import Choice, Completion, Outcome, Request, RowError
-from moebatch.errors import UsageError
+from moebatch.data.requests import Completion, Generated, Outcome, Request, RowError
+from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.layers import Rope
 from moebatch.model.linear import ComputeType, Quantization, has_bf16
 from moebatch.native.kernels import Kernels
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import table_of
 from moebatch.plan.policy import Policy
-from moebatch.plan.schedule import Lane, Task, prologue, zigzag
+from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.batch import Segment, build_pass
-from moebatch.runtime.executor import Executor
-from moebatch.runtime.forward import Forward
+from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
+from moebatch.runtime.batch import Segment
+from moebatch.runtime.device import Device, closed_on_error, memory_errors
+from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
-from moebatch.runtime.weight_store import WeightStore
-
-Progress = Callable[[int, int], None]
 
 
 def use_threads(count: int, *, native: bool) -> None:
@@ -71,7 +68,7 @@ def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
             f"--quantization {asked} needs the native kernels, which are not there",
             hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
         )
-    return "int8"
+    return "int4" if asked == "int4" else "int8"
 
 
 @dataclass(slots=True)
@@ -95,52 +92,52 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
-                 kernels: Kernels | None = None,
-                 quantization: Quantization = "none") -> None:  # fmt: skip
+                 kernels: Kernels | None = None, quantization: Quantization = "none",
+                 device: Device | None = None, traced_passes: int = 0,
+                 stats: "EngineStats | None" = None,
+                 interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
-        Without native kernels PyTorch computes everything.
+        Without native kernels PyTorch computes everything; they are for the host.
+        `device`: the accelerator, None where there is none; closed with the engine.
+        `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
+        `stats`: those of an earlier engine of the same run, counted on.
+        `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
-        self._spec, self._policy = spec, policy
+        self._device, self._traced_passes = device, traced_passes
+        self.traced: list[PassResult] = []
+        self._policy = policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._table = table_of(spec, policy)
-        self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
-        self._store = WeightStore(
-            checkpoint,
-            spec=spec,
-            family=family,
-            table=self._table,
-            page_slots=self._page_slots,
-            compute=compute,
-            kernels=kernels,
-            quantization=quantization,
-        )
-        self._kv = KVCache(
-            num_layers=spec.num_layers,
-            num_blocks=policy.kv_blocks,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=policy.kv_dtype,
-        )
-        self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self._kv, kernels=kernels)
-        self._native = kernels is not None
-        self._executor = Executor(self._forward.handlers, background=[Lane.DISK])
-        self._schedules: dict[int, list[Task]] = {}
-        self.stats = EngineStats()
+        self._backend: Backend
+        if device is None:
+            self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
+                                        compute=compute, kernels=kernels,
+                                        quantization=quantization,
+                                        interrupted=interrupted)  # fmt: skip
+        else:
+            with memory_errors(), closed_on_error(device):
+                self._backend = DeviceBackend(
+                    checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                    device=device, interrupted=interrupted,
+                )  # fmt: skip
+        self._kv = self._backend.kv
+        self._interrupted = interrupted
+        self._admission: Admission | None = None
+        self._ended: dict[int, list[Sequence]] = {}
+        self.stats = stats or EngineStats()
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
         """Read what stays in memory and start filling the page buffer.
 
-        Raises: ModelError when a file cannot be read.
+        Raises: ModelError when a file cannot be read; DeviceMemoryFull.
         """
         start = time.perf_counter()
         return_freed_memory(True)
-        self._store.load_resident(threads=threads, progress=progress)
+        with memory_errors():
+            self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
-        self._executor.run(prologue(self._table, page_slots=self._page_slots))
-        self.stats.load_s = time.perf_counter() - start
+        self.stats.load_s += time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,
@@ -148,39 +145,85 @@ class Engine:
         """Completions in the order in which they end; `on_pass` is called after every pass.
 
         Requests are taken from the iterable only as the batch has room for them.
+        Raises: Interrupted when it was asked to stop; `in_flight` then tells what there is.
+        DeviceMemoryFull; `unanswered` then tells what another engine has to do.
         """
         admission = Admission(self._policy, kv=self._kv, requests=requests, start=self._sequences)
-        finished: dict[int, list[Choice]] = {}
+        self._admission = admission
         while admission.fill():
-            yield from admission.take_refused()
+            if self._interrupted():
+                raise Interrupted
+            yield from self._refused(admission)
             if not admission.active:
                 continue
-            broken = self._pass(admission.active)
+            with memory_errors():
+                broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
-                finished.pop(request.index, None)
+                self._ended.pop(request.index, None)
                 admission.drop(request.index)
                 yield _not_finite(request)
             for sequence in [s for s in admission.active if s.finish is not None]:
                 admission.leave(sequence)
-                yield from _collect(finished, sequence)
+                yield from self._collect(sequence)
             self.stats.in_flight = len(admission.active)
             on_pass(self.stats)
-        yield from admission.take_refused()
+        yield from self._refused(admission)
+
+    def in_flight(self) -> Iterator[tuple[Request, Generated]]:
+        """What there is of the requests that are not answered yet; views that a pass changes."""
+        if self._admission is None:
+            return
+        under_way = [*self._admission.active, *self._admission.waiting]
+        for sequence in itertools.chain(under_way, *self._ended.values()):
+            if sequence.generated:
+                yield sequence.request, sequence.to_generated()
+
+    def unanswered(self) -> list[Request]:
+        """The requests that were taken and not answered, each with what there is of it."""
+        if self._admission is None:
+            return []
+        requests: dict[int, Request] = {}
+        for sequence in [*self._admission.active, *self._admission.waiting]:
+            requests.setdefault(sequence.request.index, sequence.request)
+        made: dict[int, list[Generated]] = {}
+        for request, generated in self.in_flight():
+            kept = Generated(choice=generated.choice, token_ids=tuple(generated.token_ids),
+                             logprobs=tuple(generated.logprobs))  # fmt: skip
+            made.setdefault(request.index, []).append(kept)
+        return [
+            replace(request, resumed=tuple(made.get(index, ())))
+            for index, request in sorted(requests.items())
+        ]
 
     @property
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
-        return self._store.bytes_read
+        return self._backend.bytes_read
+
+    @property
+    def device_facts(self) -> dict[str, Any] | None:
+        """The accelerator for a report: what it is, whether it is real, its memory in bytes."""
+        if self._device is None:
+            return None
+        memory = self._device.memory
+        return {
+            "name": self._device.name,
+            "emulated": self._device.emulated,
+            "memory_bytes": memory.limit,
+            "peak_bytes": memory.peak,
+        }
 
     @property
     def expert_tokens(self) -> list[list[int]]:
         """Tokens that each expert of each layer has computed."""
-        counts: list[list[int]] = self._forward.expert_tokens.tolist()
+        counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
 
     def close(self) -> None:
-        """Stop the lanes. The checkpoint is the caller's to close."""
-        self._executor.close()
+        """Stop the lanes and the device. The checkpoint is the caller's to close."""
+        self._backend.close()
+        if self._device is not None:
+            self._device.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -189,52 +232,66 @@ class Engine:
         self.close()
 
     def _sequences(self, request: Request) -> list[Sequence]:
-        """The sequences of a request, one for each choice."""
-        return [
-            Sequence(
-                request,
-                choice,
-                StopChecker(
-                    request.params,
-                    eos_token_ids=self._eos,
-                    prompt_len=len(request.prompt_token_ids),
-                    max_model_len=self._max_model_len,
-                    open_stream=self._open_stream,
-                    decode=self._decode,
-                ),
-            )
-            for choice in range(request.params.n)
-        ]
+        """The sequences of a request that have something to do, one for each choice.
+
+        Choices that ended in an earlier run wait for the others as if they had ended in this one.
+        """
+        sequences = [self._sequence(request, choice) for choice in range(request.params.n)]
+        for earlier in request.resumed:
+            if earlier.choice < len(sequences):
+                sequences[earlier.choice].resume(earlier)
+        if all(sequence.finish for sequence in sequences):  # then nothing would bring them out
+            sequences[-1] = self._sequence(request, len(sequences) - 1)
+        if ended := [sequence for sequence in sequences if sequence.finish]:
+            self._ended[request.index] = ended
+        return [sequence for sequence in sequences if not sequence.finish]
+
+    def _sequence(self, request: Request, choice: int) -> Sequence:
+        checker = StopChecker(
+            request.params,
+            eos_token_ids=self._eos,
+            prompt_len=len(request.prompt_token_ids),
+            max_model_len=self._max_model_len,
+            open_stream=self._open_stream,
+            decode=self._decode,
+        )
+        return Sequence(request, choice, checker)
+
+    def _refused(self, admission: Admission) -> Iterator[RowError]:
+        for error in admission.take_refused():
+            self._ended.pop(error.index, None)
+            yield error
+
+    def _collect(self, sequence: Sequence) -> Iterator[Completion]:
+        """Keep a sequence that ended until the other choices of its request are there."""
+        request = sequence.request
+        ended = self._ended.setdefault(request.index, [])
+        ended.append(sequence)
+        if len(ended) == request.params.n:
+            del self._ended[request.index]
+            choices = sorted((s.to_choice() for s in ended), key=lambda choice: choice.index)
+            yield Completion(request=request, choices=tuple(choices))
 
     def _pass(self, active: list[Sequence]) -> list[Sequence]:
         """Compute one pass and sample; the sequences whose logits were not finite."""
         start = time.perf_counter()
         groups = self._segments(active)
-        one = build_pass(
-            [[segment for _, segment in group] for group in groups],
-            kv=self._kv,
-            rope=self._rope,
-            windows=self._spec.layer_windows,
-            native=self._native,
-        )
-        # A prompt that is not finished in this pass gives no logits, but asking for its last token
-        # costs nothing and keeps this independent of what is sampled.
-        ends = [token for group in one.last_tokens for token in group]
-        self._forward.begin(one, wanted=torch.tensor(ends))
-        timeline = self._executor.run(self._schedule(len(groups)))
+        done = self._backend.compute([[segment for _, segment in group] for group in groups])
+        if len(self.traced) < self._traced_passes:
+            self.traced.append(done)
         due: list[tuple[Sequence, int]] = []
         prompt_tokens = 0
-        for group, last_tokens in zip(groups, one.last_tokens, strict=True):
+        for group, last_tokens in zip(groups, done.last_tokens, strict=True):
             for (sequence, segment), last in zip(group, last_tokens, strict=True):
                 before, sequence.computed = sequence.remaining_prompt, segment.end
                 prompt_tokens += before - sequence.remaining_prompt
                 if sequence.remaining_prompt == 0:
                     due.append((sequence, last))
         broken = self._sample(due)
-        for lane in Lane:
+        for lane in done.timeline.lanes:
             busy = self.stats.lane_busy_s.get(lane, 0.0)
-            self.stats.lane_busy_s[lane] = busy + timeline.busy_s(lane)
-        self._count(time.perf_counter() - start, prompt_tokens, one.token_ids.numel())
+            self.stats.lane_busy_s[lane] = busy + done.timeline.busy_s(lane)
+        self._count(time.perf_counter() - start, prompt_tokens, done.num_tokens)
         return broken
 
     def _segments(self, active: list[Sequence]) -> list[list[tuple[Sequence, Segment]]]:
@@ -248,27 +305,20 @@ class Engine:
             allowed = budget if sequence.remaining_prompt else 1
             if allowed == 0:
                 continue
-            segment = sequence.segment(allowed)
+            segments = sequence.segments(allowed, one_by_one=self._backend.one_by_one)
             if sequence.remaining_prompt:
-                budget -= len(segment.token_ids)
-            self._kv.extend(sequence.blocks, segment.end)
-            groups.setdefault(sequence.micro_batch, []).append((sequence, segment))
+                budget -= segments[-1].end - sequence.computed
+            self._kv.extend(sequence.blocks, segments[-1].end)
+            group = groups.setdefault(sequence.micro_batch, [])
+            group += [(sequence, segment) for segment in segments]
         return [groups[j] for j in sorted(groups)]
-
-    def _schedule(self, num_micro_batches: int) -> list[Task]:
-        """The pass's schedule; built once for each number of micro-batches."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = zigzag(
-                self._table, num_micro_batches=num_micro_batches, page_slots=self._page_slots
-            )
-        return self._schedules[num_micro_batches]
 
     def _sample(self, due: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Choose the next token of each sequence; returns those with logits that are not finite."""
         broken = []
         for first in range(0, len(due), MAX_LOGIT_ROWS):
             part = due[first : first + MAX_LOGIT_ROWS]
-            logits = self._forward.logits(torch.tensor([token for _, token in part]))
+            logits = self._backend.logits(torch.tensor([token for _, token in part]))
             sampled = sample(logits, [sequence.sampling_state() for sequence, _ in part])
             for (sequence, _), token in zip(part, sampled, strict=True):
                 if token.finite:
@@ -294,13 +344,3 @@ def _not_finite(request: Request) -> RowError:
         code="non_finite_logits",
         message="the model produced logits that are not finite (NaN or infinity)",
     )
-
-
-def _collect(finished: dict[int, list[Choice]], sequence: Sequence) -> Iterator[Completion]:
-    """Keep a choice until the other choices of its request are there."""
-    request = sequence.request
-    choices = finished.setdefault(request.index, [])
-    choices.append(sequence.to_choice())
-    if len(choices) == request.params.n:
-        ordered = sorted(finished.pop(request.index), key=lambda choice: choice.index)
-        yield Completion(request=request, choices=tuple(ordered))

@@ -6,20 +6,29 @@ G key/value heads, d head_dim.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moebatch.model.attention import attend_decode, attend_prompt
+from moebatch.model.attention import (
+    absorb_queries,
+    attend_decode,
+    attend_prompt,
+    expand_latents,
+    release_values,
+)
 from moebatch.model.experts import Expert, add_experts
-from moebatch.model.layers import apply_rope, rms_norm
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
+from moebatch.model.weights import gate_values, project
 from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
+from moebatch.plan.pages import ATTENTION_PAGE
 from moebatch.plan.schedule import Op, Task
-from moebatch.runtime.batch import Pass
+from moebatch.runtime.batch import DecodeGroup, Pass, PromptRun
 from moebatch.runtime.executor import Handler
 from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.native_attention import attend
 from moebatch.runtime.weight_store import WeightStore
 
 
@@ -28,7 +37,7 @@ class Forward:
 
     def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
                  kernels: Kernels | None = None) -> None:  # fmt: skip
-        """The weights and the cache that the handlers work on."""
+        """The weights and the cache that the handlers work on; `kernels` attend where they can."""
         self._spec, self._store, self._kv, self._kernels = spec, store, kv, kernels
         self.expert_tokens = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
 
@@ -52,6 +61,8 @@ class Forward:
         """
         self._pass, self._wanted = one, wanted
         self._hidden = self._store.vocabulary.embedding[one.token_ids].float()
+        if self._spec.embedding_multiplier != 1.0:
+            self._hidden *= self._spec.embedding_multiplier
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._rows: ExpertRows | None = None
@@ -60,65 +71,111 @@ class Forward:
     def logits(self, tokens: Tensor) -> Tensor:
         """float32 logits [S, V] of the given tokens of the pass [S]."""
         vocabulary = self._store.vocabulary
-        hidden = self._hidden.index_select(0, tokens)
-        normed = rms_norm(hidden, vocabulary.final_norm, self._spec.rms_norm_eps)
-        return vocabulary.head(normed).float()
+        logits = vocabulary.head(
+            vocabulary.final_norm(self._hidden.index_select(0, tokens))
+        ).float()
+        if vocabulary.head_bias is not None:
+            logits += vocabulary.head_bias
+        return logits / self._spec.logits_divisor
 
     def _pre_attn(self, task: Task) -> None:
         """Norm, projections, rotation; keys and values go to the cache."""
-        spec, part = self._spec, self._pass.micro_batches[task.micro_batch]
+        part = self._pass.micro_batches[task.micro_batch]
         weights = self._store.attention(task.layer)
-        x = rms_norm(self._hidden[part.first : part.last], weights.input_norm, spec.rms_norm_eps)
-        qkv = weights.qkv(x).float()
-        if weights.qkv_bias is not None:
-            qkv += weights.qkv_bias
-        q, k, v = (
-            t.view(t.shape[0], -1, spec.head_dim)
-            for t in torch.split(qkv, [spec.q_size, spec.kv_size, spec.kv_size], dim=1)
-        )
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q = rms_norm(q, weights.q_norm, spec.rms_norm_eps)
-            k = rms_norm(k, weights.k_norm, spec.rms_norm_eps)
-        k = apply_rope(k, part.rope)
-        self._kv.write(task.layer, part.slots, k, v)
-        self._qkv = (apply_rope(q, part.rope), k, v)
+        x = weights.input_norm(self._hidden[part.first : part.last])
+        self._qkv = project(x, weights, self._spec, part.rope)
+        k, v = self._qkv[1:]
+        if self._spec.layer_windows[task.layer] is None:
+            self._kv.write(task.layer, part.slots, k, v)
+        else:  # prompts are written once they have been attended: a ring forgets
+            assert part.ring_slots is not None
+            decoding = part.ring_slots.shape[0]
+            self._kv.write(task.layer, part.ring_slots, k[:decoding], v[:decoding])
 
     def _cpu_attn(self, task: Task) -> None:
         """Softmax attention of a micro-batch: decode rows in groups, prompts one by one."""
-        part = self._pass.micro_batches[task.micro_batch]
-        window = self._spec.layer_windows[task.layer]
+        part, layer = self._pass.micro_batches[task.micro_batch], task.layer
+        windowed = self._spec.layer_windows[layer] is not None
         q, k, v = self._qkv
-        if part.context is not None:
+        if part.native is not None:
             assert self._kernels is not None
-            pools = self._kv.pools(task.layer)
-            self._attended = self._kernels.attend(q, *pools, part.context, window=window)
+            self._attended = attend(
+                self._qkv, part.native, layer=layer, kv=self._kv, kernels=self._kernels,
+                window=self._spec.layer_windows[layer], scale=self._spec.scale,
+                sinks=self._store.attention(layer).sinks,
+            ).flatten(1)  # fmt: skip
             return
-        self._attended = torch.empty_like(q)
+        self._attended = torch.empty(q.shape[0], self._spec.attended_size)
         for group in part.decode:
             rows = slice(group.first, group.last)
-            keys, values = self._kv.gather(task.layer, group.block_rows)
-            self._attended[rows] = attend_decode(q[rows], keys, values, group.masks[window])
+            where = group.ring_rows if windowed else group.block_rows
+            assert where is not None
+            keys, values = self._kv.gather(layer, where)
+            self._attended[rows] = self._decode(layer, q[rows], keys, values, group).flatten(1)
         for run in part.prompts:
             rows = slice(run.first, run.last)
-            if run.block_rows is None:
-                keys, values = self._kv.rounded(k[rows]), self._kv.rounded(v[rows])
-            else:
-                gathered = self._kv.gather(task.layer, run.block_rows)
-                keys, values = (x[0, :, : run.context].transpose(0, 1) for x in gathered)
-            self._attended[rows] = attend_prompt(q[rows], keys, values, window)
+            context = self._ring_context if windowed else self._context
+            keys, values = context(layer, run, k[rows], v[rows])
+            self._attended[rows] = self._prompt(layer, q[rows], keys, values).flatten(1)
+
+    def _context(self, layer: int, run: PromptRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [C, G, d] of a prompt's run and of all before it."""
+        if run.block_rows is None:
+            return self._kv.rounded(k), self._kv.rounded(v)
+        keys, values = self._kv.gather(layer, run.block_rows)
+        return keys[0, :, : run.context].transpose(0, 1), values[0, :, : run.context].transpose(
+            0, 1
+        )
+
+    def _ring_context(self, layer: int, run: PromptRun, k: Tensor, v: Tensor,
+                      ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same in a layer with a window: of what the run can see. Then it goes into the ring."""
+        assert run.ring is not None
+        keys, values = self._kv.rounded(k), self._kv.rounded(v)
+        past = run.ring.past
+        if past.shape[0]:
+            before = self._kv.gather_tokens(layer, past)
+            keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
+        kept = run.ring.kept
+        self._kv.write(layer, kept, k[-kept.shape[0] :], v[-kept.shape[0] :])
+        return keys, values
+
+    def _decode(self, layer: int, q: Tensor, keys: Tensor, values: Tensor,
+                group: DecodeGroup) -> Tensor:  # fmt: skip
+        """Attention of rows [R, H, d] to their cached keys and values; latents are attended as such."""
+        spec, weights = self._spec, self._store.attention(layer)
+        mask = group.masks[spec.layer_windows[layer]]
+        if spec.latent is None:
+            return attend_decode(q, keys, values, mask, scale=spec.scale, sinks=weights.sinks)
+        assert weights.kv_b is not None
+        q = absorb_queries(q, weights.kv_b, spec.latent)
+        attended = attend_decode(q, keys, values, mask, scale=spec.scale)
+        return release_values(attended, weights.kv_b, spec.latent)
+
+    def _prompt(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one row's tokens [Q, H, d] to its context [C, G, d]; latents are expanded."""
+        spec, weights = self._spec, self._store.attention(layer)
+        if spec.latent is not None:
+            assert weights.kv_b is not None
+            keys, values = expand_latents(keys[:, 0], weights.kv_b, spec.latent)
+        window = spec.layer_windows[layer]
+        return attend_prompt(q, keys, values, window, scale=spec.scale, sinks=weights.sinks)
 
     def _post_attn(self, task: Task) -> None:
         """Output projection, residual, norm and router."""
         spec, part = self._spec, self._pass.micro_batches[task.micro_batch]
         weights = self._store.attention(task.layer)
         hidden = self._hidden[part.first : part.last]
-        hidden += weights.output(self._attended.flatten(1))
+        attended = weights.output(self._attended)
         if weights.output_bias is not None:
-            hidden += weights.output_bias
-        normed = rms_norm(hidden, weights.post_norm, spec.rms_norm_eps)
+            attended = attended + weights.output_bias
+        if spec.residual_multiplier != 1.0:
+            attended = attended * spec.residual_multiplier
+        hidden += attended
+        normed = weights.post_norm(hidden)
         self._normed[part.first : part.last] = normed
         if weights.router is not None:
-            routed = route(normed, weights.router, top_k=spec.top_k, norm_top_k=spec.norm_top_k)
+            routed = route(normed, weights.router, spec.router, top_k=spec.top_k)
             self._routed.append(routed)
 
     def _ffn(self, task: Task) -> None:
@@ -127,6 +184,9 @@ class Forward:
         Experts that stay in memory wait for the next that does not, or the layer's last: one call
         for many experts keeps all cores busy where some have few tokens.
         """
+        if task.page == ATTENTION_PAGE:
+            self._base_ffn(task.layer)
+            return
         if task.page == 1:
             self._rows = self._group(task.layer)
         assert self._rows is not None
@@ -136,15 +196,31 @@ class Forward:
             add_experts(self._hidden, self._normed, self._rows, self._experts)
             self._experts.clear()
 
+    def _base_ffn(self, layer: int) -> None:
+        """The FFN that every token of a layer goes through."""
+        ffn, tokens = self._store.base_ffn(layer), self._tokens(layer)
+        rows = everything(self._hidden.shape[0], tokens)
+        weights = rows.weights
+        if ffn.gate is not None:
+            normed = self._normed if tokens is None else self._normed[tokens]
+            weights = gate_values(normed.float(), ffn.gate)
+        rows = replace(rows, weights=weights * self._spec.residual_multiplier)
+        add_experts(self._hidden, self._normed, rows, [ffn.expert])
+
+    def _tokens(self, layer: int) -> Tensor | None:
+        """The tokens that a layer's FFN is computed for; None for all."""
+        return self._wanted if layer == self._spec.num_layers - 1 else None
+
     def _group(self, layer: int) -> ExpertRows:
-        last = layer == self._spec.num_layers - 1
-        tokens = self._wanted if last else None
+        tokens = self._tokens(layer)
         if not self._spec.has_router:
             return everything(self._hidden.shape[0], tokens)
         weights, experts = (torch.cat(x) for x in zip(*self._routed, strict=True))
         self._routed.clear()
         if tokens is not None:
             weights, experts = weights[tokens], experts[tokens]
+        if self._spec.residual_multiplier != 1.0:
+            weights = weights * self._spec.residual_multiplier
         self.expert_tokens[layer] += torch.bincount(
             experts.flatten(), minlength=self._spec.num_experts
         )

@@ -106,21 +106,34 @@ def _field(path: Path, name: str) -> int | None:
     return None
 
 
+def cgroup_limit_bytes() -> int | None:
+    """What the control group allows in all; None where there is no limit."""
+    usage = _cgroup_usage()
+    return None if usage is None else usage[0]
+
+
 def _cgroup_free_bytes() -> int | None:
-    """What the cgroup still allows, v2 or v1; None where there is no limit."""
+    """What the cgroup still allows; None where there is no limit."""
+    usage = _cgroup_usage()
+    return None if usage is None else max(0, usage[0] - usage[1])
+
+
+def _cgroup_usage() -> tuple[int, int] | None:
+    """Limit and use without file cache, v2 or v1; None where there is no limit."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit, usage, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
             text = (_CGROUP / limit).read_text().strip()
-            if text == "max":
+            if text == "max" or int(text) > machine:
                 return None
             used = int((_CGROUP / usage).read_text())
         except (OSError, ValueError):
             continue
         stat = (_CGROUP / limit).with_name("memory.stat")
-        return max(0, int(text) - used + (_field(stat, cache) or 0))
+        return int(text), used - (_field(stat, cache) or 0)
     return None
 
 

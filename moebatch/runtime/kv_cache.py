@@ -3,74 +3,132 @@
 A block holds KV_BLOCK_TOKENS tokens of one sequence in every layer; blocks are taken as a sequence
 grows and given back when it ends. A block's bytes are contiguous per head, so that a gather of
 blocks gives [rows, heads, context, head_dim] at once.
+Layers with a sliding window keep only their window: a sequence has a ring of blocks there, in which
+the token at position p lies at slot p modulo the ring's size.
 Shapes: T tokens, R rows, C context tokens, G key/value heads, d head_dim, B blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moebatch.native.kernels import Context
+from moebatch.plan.memory import ring_blocks
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 
+Empty = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """A sequence's blocks, in the order of its tokens, and its ring in the layers with a window."""
+
+    full: list[int] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.full)
+
+
+Span = tuple[BlockTable, int, int]  # tokens [start, end) of a sequence
+
+
 class KVCache:
-    """The block pool of all layers and its free list."""
+    """The block pools of all layers and their free lists."""
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
-                 dtype: str) -> None:  # fmt: skip
-        """Reserve address space for the pool; memory is touched only when a block is written.
+                 dtype: str, value_dim: int | None = None, windows: Sequence[int | None] = (),
+                 max_sequences: int | None = None, empty: Empty | None = None) -> None:  # fmt: skip
+        """Reserve address space for the pools; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
+        `value_dim`: a value is so much of its key (latents), and is not held again.
+        `windows`: of each layer, none given: no layer has one. At most `max_sequences` hold blocks at
+        once, which bounds the rings. `empty` gives a layer's memory where that is not host memory;
+        such a cache's indices must lie there too.
         """
-        shape = (2, num_blocks * num_kv_heads, KV_BLOCK_TOKENS, head_dim)
-        self._layers = [torch.zeros(shape, dtype=_DTYPES[dtype]) for _ in range(num_layers)]
-        self._num_kv_heads = num_kv_heads
+        self._ring_blocks = ring_blocks(windows)
+        ring = min(num_blocks, self._ring_blocks * (max_sequences or num_blocks))
+        self._windowed = [bool(windows) and windows[i] is not None for i in range(num_layers)]
+        pools = 2 if value_dim is None else 1
+        make = empty or (lambda layer, shape, dtype: torch.zeros(shape, dtype=dtype))
+        self._layers = [
+            make(
+                i,
+                (
+                    pools,
+                    (ring if windowed else num_blocks) * num_kv_heads,
+                    KV_BLOCK_TOKENS,
+                    head_dim,
+                ),
+                _DTYPES[dtype],
+            )
+            for i, windowed in enumerate(self._windowed)
+        ]
+        self._num_kv_heads, self._value_dim = num_kv_heads, value_dim
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._free_ring = list(range(ring - 1, -1, -1))
         self.num_blocks = num_blocks
         self.block_tokens = KV_BLOCK_TOKENS
-        self.gather_bytes_per_block = 2 * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
-        self.dtype = _DTYPES[dtype]
+        self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
+        self.dtype, self._dtype_name = _DTYPES[dtype], dtype
+        # Caches elsewhere that hold layers of the same sequences.
+        self.followers: list[KVCache] = []
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens that a ring holds: no fewer than the widest window; 0 where no layer has one."""
+        return self._ring_blocks * KV_BLOCK_TOKENS
 
     @property
     def num_free(self) -> int:
         """Blocks that no sequence holds."""
         return len(self._free)
 
-    def extend(self, table: list[int], num_tokens: int) -> None:
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Add blocks to a sequence's table until it holds `num_tokens` tokens."""
-        missing = blocks_for(num_tokens) - len(table)
-        assert missing <= len(self._free), (missing, len(self._free))
-        for _ in range(missing):
-            table.append(self._free.pop())
+        need = blocks_for(num_tokens)
+        _take(self._free, table.full, need)
+        _take(self._free_ring, table.ring, min(need, self._ring_blocks))
 
-    def release(self, table: list[int]) -> None:
+    def release(self, table: BlockTable) -> None:
         """Give all blocks of a sequence back; the table is empty afterwards."""
-        self._free += reversed(table)
-        table.clear()
+        for free, taken in ((self._free, table.full), (self._free_ring, table.ring)):
+            free.extend(reversed(taken))
+            taken.clear()
 
-    def scrub(self, table: list[int]) -> None:
+    def scrub(self, table: BlockTable) -> None:
         """Zero a sequence's blocks: after non-finite values, before another sequence gets them."""
-        rows = self.block_rows([table]).flatten()
-        for pools in self._layers:
-            pools.index_fill_(1, rows, 0.0)
+        full, ring = (self._rows([blocks]).flatten() for blocks in (table.full, table.ring))
+        for cache in (self, *self.followers):
+            for pools, windowed in zip(cache._layers, cache._windowed, strict=True):
+                if pools.numel():
+                    rows = ring if windowed else full
+                    pools.index_fill_(1, rows.to(pools.device), 0.0)
 
-    def slots(self, table: list[int], start: int, end: int) -> Tensor:
+    def slots(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Where tokens [start, end) of a sequence are written: row numbers of the pool, [T, G]."""
-        position = torch.arange(start, end)
-        block = torch.tensor(table)[position // KV_BLOCK_TOKENS]
-        heads = torch.arange(self._num_kv_heads)
-        row = block[:, None] * self._num_kv_heads + heads
+        return self._slots(table.full, torch.arange(start, end))
+
+    def ring_slots(self, table: BlockTable, start: int, end: int) -> Tensor:
+        """The same in a layer with a window; at most `ring_tokens` tokens."""
+        assert end - start <= self.ring_tokens, (start, end)
+        return self._slots(table.ring, torch.arange(start, end) % max(1, self.ring_tokens))
+
+    def _slots(self, blocks: list[int], position: Tensor) -> Tensor:
+        block = torch.tensor(blocks, dtype=torch.int64)[position // KV_BLOCK_TOKENS]
+        row = block[:, None] * self._num_kv_heads + torch.arange(self._num_kv_heads)
         return row * KV_BLOCK_TOKENS + (position % KV_BLOCK_TOKENS)[:, None]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, G, d] at the slots [T, G]."""
         head_dim = k.shape[-1]
         flat = slots.flatten()
-        for pool, values in zip(self._layers[layer], (k, v), strict=True):
+        held = (k, v) if self._value_dim is None else (k,)
+        for pool, values in zip(self._layers[layer], held, strict=True):
             rows = values.reshape(-1, head_dim).to(self.dtype)
             pool.view(-1, head_dim).index_copy_(0, flat, rows)
 
@@ -83,27 +141,48 @@ class KVCache:
         """What comes back of values that are written: attention sees the same either way."""
         return values.to(self.dtype).float()
 
-    def context(self, spans: Sequence[tuple[list[int], int, int]]) -> Context:
-        """What the native kernels take: per sequence its table and the tokens [start, end) that ask.
+    def context(self, spans: Sequence[Span], *, ring: bool = False) -> Context:
+        """What the native kernels take: one row for each token of the spans, which sees up to itself.
 
-        One row for each of those tokens, which sees all tokens up to itself.
+        `ring`: in a layer with a window, where the blocks of a ring come round and round.
         """
-        longest = max(len(table) for table, _, _ in spans)
-        tables = torch.tensor([table + [0] * (longest - len(table)) for table, _, _ in spans])
         counts = torch.tensor([end - start for _, start, end in spans])
+        longest = max(blocks_for(end) for _, _, end in spans)
+        tables = torch.zeros(len(spans), longest, dtype=torch.int32)
+        for row, (table, _, end) in zip(tables, spans, strict=True):
+            blocks = torch.tensor(table.ring if ring else table.full, dtype=torch.int32)
+            used = torch.arange(blocks_for(end))
+            row[: used.numel()] = blocks[used % max(1, self._ring_blocks)] if ring else blocks[used]
         return Context(
             sequences=torch.repeat_interleave(counts),
             lengths=torch.cat([torch.arange(start + 1, end + 1) for _, start, end in spans]),
-            tables=tables.to(torch.int32),
+            tables=tables,
             num_kv_heads=self._num_kv_heads,
         )
 
-    def block_rows(self, tables: list[list[int]]) -> Tensor:
+    def scratch(self, lengths: Sequence[int]) -> "tuple[KVCache, list[BlockTable]]":
+        """A cache of one layer of the same shape, with room for sequences of these lengths."""
+        cache = KVCache(num_layers=1, num_blocks=sum(blocks_for(n) for n in lengths),
+                        num_kv_heads=self._num_kv_heads, head_dim=self._layers[0].shape[3],
+                        dtype=self._dtype_name)  # fmt: skip
+        tables = [BlockTable() for _ in lengths]
+        for table, length in zip(tables, lengths, strict=True):
+            cache.extend(table, length)
+        return cache, tables
+
+    def block_rows(self, tables: Sequence[BlockTable]) -> Tensor:
         """What `gather` takes for these rows: their blocks head by head, padded to the longest."""
-        longest = max(len(table) for table in tables)
+        return self._rows([table.full for table in tables])
+
+    def ring_rows(self, tables: Sequence[BlockTable]) -> Tensor:
+        """The same of their rings, for layers with a window."""
+        return self._rows([table.ring for table in tables])
+
+    def _rows(self, tables: Sequence[list[int]]) -> Tensor:
+        longest = max(len(blocks) for blocks in tables)
         padded = torch.zeros(len(tables), longest, dtype=torch.int64)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = torch.tensor(table)
+        for row, blocks in zip(padded, tables, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks)
         heads = torch.arange(self._num_kv_heads)
         return padded[:, None, :] * self._num_kv_heads + heads[:, None]
 
@@ -114,11 +193,47 @@ class KVCache:
         """
         rows, heads, blocks = block_rows.shape
         flat = block_rows.flatten()
-        k, v = (
+        found = [
             pool.index_select(0, flat).view(rows, heads, blocks * KV_BLOCK_TOKENS, -1).float()
             for pool in self._layers[layer]
-        )
-        return k, v
+        ]
+        return found[0], found[-1][..., : self._value_dim]
+
+    def gather_bytes(self, block_rows: Tensor) -> int:
+        """Bytes that `gather_into` fills for these rows."""
+        pools = self._layers[0]
+        numbers = pools.shape[0] * block_rows.numel() * KV_BLOCK_TOKENS * pools.shape[3]
+        return numbers * self.dtype.itemsize
+
+    def gather_into(self, layer: int, block_rows: Tensor, out: Tensor) -> None:
+        """The same blocks as they lie, into bytes [gather_bytes]; `context_of` reads them."""
+        pools, flat = self._layers[layer], block_rows.flatten()
+        held = out.view(self.dtype).view(pools.shape[0], flat.numel(), KV_BLOCK_TOKENS, -1)
+        for pool, target in zip(pools, held, strict=True):
+            torch.index_select(pool, 0, flat, out=target)
+
+    def context_of(self, gathered: Tensor, block_rows_shape: tuple[int, ...],
+                   ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `gather` returns, of bytes that `gather_into` filled, wherever they lie now."""
+        rows, heads, blocks = block_rows_shape
+        pools = self._layers[0].shape[0]
+        held = gathered.view(self.dtype).view(pools, rows, heads, blocks * KV_BLOCK_TOKENS, -1)
+        return held[0].float(), held[-1][..., : self._value_dim].float()
+
+    def gather_tokens(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, G, d] float32 of the tokens at the slots [T, G]."""
+        found = [
+            pool.view(-1, pool.shape[-1]).index_select(0, slots.flatten()).view(*slots.shape, -1)
+            for pool in self._layers[layer]
+        ]
+        return found[0].float(), found[-1][..., : self._value_dim].float()
+
+
+def _take(free: list[int], blocks: list[int], need: int) -> None:
+    missing = need - len(blocks)
+    assert missing <= len(free), (missing, len(free))
+    for _ in range(missing):
+        blocks.append(free.pop())
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -68,7 +68,8 @@ _NOT_FINITE = SampledToken(token_id=0, finite=False)
 
 def row_key(row_id: str) -> int:
     """The 64-bit key of a row: the same in every run, shard and process."""
-    return int.from_bytes(hashlib.blake2b(row_id.encode(), digest_size=8).digest(), "little")
+    content = row_id.encode("utf-8", "surrogatepass")  # JSON escapes can write lone surrogates
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 # --- the plain form: one row at a time, everything sorted ---

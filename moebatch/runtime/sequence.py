@@ -1,9 +1,9 @@
 """The state of one choice of one request while it is in flight."""
 
-from moebatch.data.requests import Choice, Request, TokenLogprob
+from moebatch.data.requests import Choice, Generated, Request, TokenLogprob
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 from moebatch.runtime.batch import Segment
-from moebatch.runtime.kv_cache import blocks_for
+from moebatch.runtime.kv_cache import BlockTable, blocks_for
 from moebatch.runtime.sampling import SamplingState, row_key
 from moebatch.runtime.stopping import Finish, StopChecker
 
@@ -19,10 +19,11 @@ class Sequence:
         self.request, self.choice, self._checker = request, choice, checker
         self._row_key = row_key(request.id)
         self.prompt = list(request.prompt_token_ids)
+        self._prefill = self.prompt
         self.generated: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.computed = 0
-        self.blocks: list[int] = []
+        self.blocks = BlockTable()
         self.micro_batch = -1
         self.finish: Finish | None = None
 
@@ -34,18 +35,39 @@ class Sequence:
 
     @property
     def remaining_prompt(self) -> int:
-        """Prompt tokens that are not computed yet."""
-        return max(0, len(self.prompt) - self.computed)
+        """Tokens to prefill that are not computed yet: the prompt, and what `resume` brought."""
+        return max(0, len(self._prefill) - self.computed)
 
     @property
     def prompt_len(self) -> int:
-        """For the batcher: tokens of the prompt."""
-        return len(self.prompt)
+        """For the batcher: tokens to prefill."""
+        return len(self._prefill)
+
+    @property
+    def held_len(self) -> int:
+        """For the batcher: tokens so far."""
+        return len(self.prompt) + len(self.generated)
 
     @property
     def gen_len(self) -> int:
         """For the batcher: tokens that may still enter the KV cache, in whole blocks."""
-        return blocks_for(self.max_len) * KV_BLOCK_TOKENS - len(self.prompt)
+        return blocks_for(self.max_len) * KV_BLOCK_TOKENS - len(self._prefill)
+
+    def resume(self, earlier: Generated) -> None:
+        """Take the tokens of an earlier run, before anything is computed.
+
+        They pass by the same checks as new ones, so everything that depends on them is as it was;
+        the prefill then covers them too.
+        """
+        assert not self.generated and not self.computed
+        for k, token_id in enumerate(earlier.token_ids):
+            if self.finish is None:
+                self.push(token_id, earlier.logprobs[k] if earlier.logprobs else None)
+        self._prefill = self.prompt + self.generated
+
+    def to_generated(self) -> Generated:
+        """What is there so far; a view that the next token changes."""
+        return Generated(choice=self.choice, token_ids=self.generated, logprobs=self.logprobs)
 
     def sampling_state(self) -> SamplingState:
         """What the choice of the next token depends on besides the logits."""
@@ -59,13 +81,25 @@ class Sequence:
             forbidden_token_ids=self._checker.forbidden_token_ids,
         )
 
-    def segment(self, max_tokens: int) -> Segment:
-        """What this sequence computes next, at most `max_tokens` tokens."""
-        if self.computed >= len(self.prompt):
-            ids = self.generated[-1:]
-        else:
-            ids = self.prompt[self.computed : self.computed + max_tokens]
-        return Segment(token_ids=tuple(ids), start=self.computed, blocks=self.blocks)
+    def segments(self, max_tokens: int, *, one_by_one: bool = True) -> list[Segment]:
+        """What this sequence computes next, at most `max_tokens` tokens, in order.
+
+        Tokens that `resume` brought come one by one, though in one pass: they go through the
+        arithmetic of decoding as they did when they were generated, so what follows is the same to
+        the last bit wherever the kernels do not depend on the batch. Not `one_by_one`: as one
+        segment, like a prompt, for a backend that takes no more than one of a sequence.
+        """
+        start, end = self.computed, min(self.computed + max_tokens, len(self._prefill))
+        if start >= len(self._prefill):
+            return [self._segment(self.generated[-1:], start)]
+        if not one_by_one:
+            return [self._segment(self._prefill[start:end], start)]
+        split = min(end, max(start, len(self.prompt)))
+        prompt = [self._segment(self.prompt[start:split], start)] if split > start else []
+        return prompt + [self._segment(self._prefill[k : k + 1], k) for k in range(split, end)]
+
+    def _segment(self, ids: list[int], start: int) -> Segment:
+        return Segment(token_ids=tuple(ids), start=start, blocks=self.blocks, max_len=self.max_len)
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take a sampled token; `finish` is set when it was the last."""

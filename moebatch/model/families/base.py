@@ -1,37 +1,40 @@
-"""What a family is: two functions from a config and three tables of tensor names.
+"""What a family is: a function from a config to a spec, and a table of tensor names.
 
-Shapes are (rows, columns) as in the checkpoint: a projection's rows are its outputs.
+Here too: how settings are read from a config.json, each checked, with one line where it is wrong.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf, log
+from math import inf
 from typing import Any
 
 from moebatch.errors import ModelError
-from moebatch.plan.model_spec import ModelSpec, RopeSpec
+from moebatch.model.families import parts
+from moebatch.model.families.parts import Names, Part
+from moebatch.plan.model_spec import ModelSpec
 
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One matrix or vector that the engine uses: the rows of `sources`, stacked in this order."""
-
-    name: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture. `attention_parts` covers all of a layer but its experts."""
+    """One architecture. `names` tells where each part lies; which there are follows from the spec."""
 
     model_type: str
     spec: Callable[[Config], ModelSpec]
-    attention_parts: Callable[[ModelSpec, int], tuple[Part, ...]]
-    expert_parts: Callable[[ModelSpec, int, int], tuple[Part, ...]]
-    vocabulary_parts: Callable[[ModelSpec], tuple[Part, ...]]
+    names: Names
+
+    def attention_parts(self, spec: ModelSpec, layer: int) -> tuple[Part, ...]:
+        """All of a layer but its experts."""
+        return parts.attention_parts(spec, self.names, layer)
+
+    def expert_parts(self, spec: ModelSpec, layer: int, expert: int) -> tuple[Part, ...]:
+        """One expert of a layer."""
+        return parts.expert_parts(spec, self.names, layer, expert)
+
+    def vocabulary_parts(self, spec: ModelSpec) -> tuple[Part, ...]:
+        """Embedding, final norm and LM head."""
+        return parts.vocabulary_parts(spec, self.names)
 
 
 def need_int(config: Config, key: str) -> int:
@@ -51,6 +54,17 @@ def need_int(config: Config, key: str) -> int:
 def optional_int(config: Config, key: str, default: int) -> int:
     """The same for a setting that may be absent or null."""
     return default if config.get(key) is None else need_int(config, key)
+
+
+def count(config: Config, key: str, default: int) -> int:
+    """A whole number from 0 on, or the default where it is absent or null.
+
+    Raises: ModelError when it is anything else.
+    """
+    value = config.get(key)
+    if type(value) is int and value == 0:
+        return 0
+    return default if value is None else need_int(config, key)
 
 
 def number(config: Config, key: str, default: float) -> float:
@@ -78,6 +92,23 @@ def need_choice(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
         )
 
 
+def stored_bits_of(config: Config) -> float | None:
+    """Bits that a number takes in a quantised checkpoint, scales included; None where it is not."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if not isinstance(found, Mapping) or method is None:
+        return None
+    group = found.get("group_size")
+    group = group if type(group) is int and group > 0 else 128
+    if method == "mxfp4":
+        return 4 + 8 / 32
+    if method in ("gptq", "awq"):
+        return 4 + (16 + 4) / group
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        return 4 + 16 / group
+    return 8.0
+
+
 def dtype_of(config: Config) -> str:
     """The data type that the config names for the weights; float32 where it names none."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -87,55 +118,3 @@ def dtype_of(config: Config) -> str:
             hint="supported are bfloat16, float16 and float32",
         )
     return str(name)
-
-
-def rope_of(config: Config, max_position: int) -> RopeSpec:
-    """Rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
-
-    Raises: ModelError for a kind of scaling that is not implemented.
-    """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
-        raise ModelError(
-            "config.json: rotary settings per kind of layer are not supported",
-            hint="supported is one set of rope_parameters for all layers",
-        )
-    kind: Any = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(
-            f"config.json: rope scaling {kind!r} is not supported",
-            hint="supported are default, linear, llama3 and yarn",
-        )
-    for source in (config, scaling):
-        need_choice(source, "partial_rotary_factor", (1.0, None))
-    original = int(number(scaling, "original_max_position_embeddings", max_position))
-    if kind in ("linear", "llama3") and scaling.get("factor") is None:
-        raise ModelError(f"config.json: rope scaling {kind!r} has no factor",
-                         hint="the checkpoint's config.json is incomplete")  # fmt: skip
-    factor = number(scaling, "factor", max_position / original if kind == "yarn" else 1.0)
-    return RopeSpec(
-        theta=number(scaling, "rope_theta", number(config, "rope_theta", 10000.0)),
-        kind=kind,
-        factor=factor,
-        original_max_position=original,
-        low_freq_factor=number(scaling, "low_freq_factor", 1.0),
-        high_freq_factor=number(scaling, "high_freq_factor", 4.0),
-        beta_fast=number(scaling, "beta_fast", 32.0),
-        beta_slow=number(scaling, "beta_slow", 1.0),
-        attention_factor=yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-        truncate=bool(scaling.get("truncate", True)),
-    )
-
-
-def yarn_attention_factor(scaling: Config, factor: float) -> float:
-    """The factor that yarn puts on cos and sin: given, or from mscale, or 0.1 ln(factor) + 1."""
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
-
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        given = mscale(number(scaling, "mscale", 1.0))
-        inferred = given / mscale(number(scaling, "mscale_all_dim", 1.0))
-    else:
-        inferred = mscale(1.0)
-    return number(scaling, "attention_factor", inferred)
