@@ -134,7 +134,7 @@ def test_plan_explains_the_crossover(model, rows) -> None:
         (["--regime", "stream", "--eviction", "lru"], "--eviction has no meaning"),
         (["--expert-cache", "3", "--weights-resident", "0.5"], "contradict each other"),
         (["--routing-trace", "/no/such/folder/t"], "the folder /no/such/folder does not"),
-        (["--device", "emulated:t4-mini", "--regime", "cache"], "without an accelerator"),
+        (["--device", "emulated:t4-mini", "--eviction", "lru"], "needs --regime cache"),
     ],
 )  # fmt: skip
 def test_wrong_options_get_one_line(options, text, rows, model, tmp_path) -> None:

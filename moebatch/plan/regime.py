@@ -163,7 +163,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
         needs = cache_memory(
             spec, slots=fixed.expert_slots or 0, attention_pages=attention, page_slots=spare,
             batch_size=batch, kv_blocks=blocks, kv_dtype=kv_dtype, base_bytes=asked.base_bytes,
-            **pass_sizes(asked.workload, batch, prefill),
+            native=asked.machine.native, **pass_sizes(asked.workload, batch, prefill),
         ).total  # fmt: skip
         least = min(least, float(np.min(needs)))
         fits = np.flatnonzero(needs <= asked.memory_bytes)
