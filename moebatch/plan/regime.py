@@ -113,7 +113,8 @@ def cache_plan(asked: Question) -> Plan:
     jobs = [_job(asked, policy) for policy in policies]
     best = max(range(len(jobs)), key=lambda k: jobs[k].throughput)
     policy = policies[best]
-    memory = memory_of(spec, policy, base_bytes=asked.base_bytes, workload=workload)
+    memory = memory_of(spec, policy, base_bytes=asked.base_bytes, workload=workload,
+                       native=asked.machine.native)  # fmt: skip
     return Plan(policy=policy, memory=memory, job=jobs[best])
 
 
@@ -163,7 +164,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
         needs = cache_memory(
             spec, slots=fixed.expert_slots or 0, attention_pages=attention, page_slots=spare,
             batch_size=batch, kv_blocks=blocks, kv_dtype=kv_dtype, base_bytes=asked.base_bytes,
-            **pass_sizes(asked.workload, batch, prefill),
+            native=asked.machine.native, **pass_sizes(asked.workload, batch, prefill),
         ).total  # fmt: skip
         least = min(least, float(np.min(needs)))
         fits = np.flatnonzero(needs <= asked.memory_bytes)
