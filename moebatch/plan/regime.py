@@ -113,7 +113,8 @@ def cache_plan(asked: Question) -> Plan:
     jobs = [_job(asked, policy) for policy in policies]
     best = max(range(len(jobs)), key=lambda k: jobs[k].throughput)
     policy = policies[best]
-    memory = memory_of(spec, policy, base_bytes=asked.base_bytes, workload=workload)
+    memory = memory_of(spec, policy, base_bytes=asked.base_bytes, workload=workload,
+                       native=asked.machine.native)  # fmt: skip
     return Plan(policy=policy, memory=memory, job=jobs[best])
 
 
