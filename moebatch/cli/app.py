@@ -13,6 +13,7 @@ import typer
 
 from moebatch import __version__
 from moebatch.cli import convert, doctor, merge, models, plan, retry, run, status, validate
+from moebatch.cli.bench.command import bench
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -29,6 +30,9 @@ app = typer.Typer(
 )
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.command("plan", epilog=EXIT_CODES)(plan.plan)
+app.command(
+    "bench", epilog="Exit codes: 0 measured, 1 moebatch failed in a setting, and as of run."
+)(bench)
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(

@@ -89,7 +89,7 @@ class Job:
                 on_duplicate=self.rows.on_duplicate,
                 progress=lambda rows: view.note(f"checking · {rows:,} rows"),
             )
-            job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
+            job = replace(self, model=with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
                 return job._execute(checkpoint, view, stop, dataset.rows(survey),
                                     out.rows_file(survey, self.rows.shard))  # fmt: skip
@@ -306,7 +306,7 @@ class _Done:
     traced: "Sequence[PassResult]" = ()
 
 
-def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
+def with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
     """The data type that the experts really have: config.json is often wrong about it.
 
     What is quantised is decoded to the type of the embedding.

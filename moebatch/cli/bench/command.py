@@ -1,0 +1,220 @@
+"""`moebatch bench`: options in, measured settings out."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moebatch.cli import options as opt
+from moebatch.errors import UsageError
+
+if TYPE_CHECKING:
+    from moebatch.cli.bench.grid import Asked
+
+_WHAT, _HOW, _RIVALS, _OUT = "What is measured", "How", "Baselines", "Results"
+
+Workload = Annotated[
+    str,
+    typer.Argument(metavar="WORKLOAD", help="mtbench, helm-synthetic, helm-summarization, random, a "
+                   "FILE; or compare A.json B.json."),
+]  # fmt: skip
+Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILES]", help="For compare.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", help="As for run; several make a sweep.", rich_help_panel=_WHAT),
+]
+NumPrompts = Annotated[
+    str, typer.Option(help="Requests, like 64 or 16,64,256.", rich_help_panel=_WHAT)
+]
+OutputLen = Annotated[
+    str | None,
+    typer.Option("--output-len", help="Tokens a request generates, forced, like 32,64,128; default: "
+                 "the workload's.", rich_help_panel=_WHAT),
+]  # fmt: skip
+InputLen = Annotated[
+    int | None, typer.Option(help="Prompt tokens, for random.", rich_help_panel=_WHAT)
+]
+DatasetPath = Annotated[
+    Path | None,
+    typer.Option(help="MT-Bench's question file, for mtbench.", rich_help_panel=_WHAT),
+]
+Padded = Annotated[
+    bool,
+    typer.Option("--padded", help="Pad all prompts to the longest, as peers do.",
+                 rich_help_panel=_WHAT),
+]  # fmt: skip
+Seed = Annotated[int, typer.Option(help="Seed of the prompts.", rich_help_panel=_WHAT)]
+LoadFormat = Annotated[
+    str,
+    typer.Option(help="auto, or dummy: random weights made from config.json alone.",
+                 rich_help_panel=_WHAT),
+]  # fmt: skip
+Memory = Annotated[
+    str,
+    typer.Option("--memory", "--cpu-memory", help="auto, 6GiB, or 50% (of the weights); or a list.",
+                 rich_help_panel=_HOW),
+]  # fmt: skip
+Schedules = Annotated[
+    str, typer.Option("--schedule", help="One or more, like cgopipe,flexgen.", rich_help_panel=_HOW)
+]
+Repeats = Annotated[int, typer.Option("--repeats", "-r", help="Runs.", rich_help_panel=_HOW)]
+WarmUps = Annotated[
+    int, typer.Option("--num-warmups", help="Requests that do not count.", rich_help_panel=_HOW)
+]
+Timeout = Annotated[str, typer.Option(help="Longest run of an arm.", rich_help_panel=_HOW)]
+Baselines = Annotated[
+    str | None,
+    typer.Option("--baseline", help="transformers, accelerate, llama.cpp, vllm.",
+                 rich_help_panel=_RIVALS),
+]  # fmt: skip
+BaselinePython = Annotated[
+    list[str] | None,
+    typer.Option(help="bin/python of an environment with rivals (repeat); or "
+                 "MOEBATCH_BASELINE_PYTHON.", rich_help_panel=_RIVALS),
+]  # fmt: skip
+BaselineDtype = Annotated[
+    str, typer.Option(help="Data type of transformers and vLLM.", rich_help_panel=_RIVALS)
+]
+LlamaServer = Annotated[
+    str | None, typer.Option(help="llama.cpp's llama-server.", rich_help_panel=_RIVALS)
+]
+WorkFolder = Annotated[
+    Path | None,
+    typer.Option(help="Where rivals' copies of the model and dummy weights are kept; default: a "
+                 "temporary folder.", rich_help_panel=_HOW),
+]  # fmt: skip
+OutputJson = Annotated[
+    Path | None, typer.Option(help="Write the whole record.", rich_help_panel=_OUT)
+]
+Format = Annotated[
+    str, typer.Option("--format", help="On stdout: md, json, jsonl or csv.", rich_help_panel=_OUT)
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a page with all figures, one HTML file.",
+                 rich_help_panel=_OUT),
+]  # fmt: skip
+
+
+def bench(
+    workload: Workload,
+    files: Files = None,
+    model: Models = None,
+    num_prompts: NumPrompts = "64",
+    output_len: OutputLen = None,
+    input_len: InputLen = None,
+    dataset_path: DatasetPath = None,
+    padded: Padded = False,
+    seed: Seed = 0,
+    load_format: LoadFormat = "auto",
+    memory: Memory = "auto",
+    dtype: opt.Dtype = "auto",
+    cpu_threads: opt.CpuThreads = None,
+    batch_size: opt.BatchSize = None,
+    micro_batch_size: opt.MicroBatchSize = None,
+    weights_resident: opt.WeightsResident = "auto",
+    policy: opt.PolicyFile = "auto",
+    device: opt.Device = "auto",
+    gpu_memory: opt.GpuMemory = None,
+    schedule: Schedules = "auto",
+    repeats: Repeats = 3,
+    num_warmups: WarmUps = 1,
+    timeout: Timeout = "1h",
+    baseline: Baselines = None,
+    baseline_python: BaselinePython = None,
+    baseline_dtype: BaselineDtype = "bfloat16",
+    llama_server: LlamaServer = None,
+    work_folder: WorkFolder = None,
+    output_json: OutputJson = None,
+    format_: Format = "md",
+    report: Report = None,
+) -> None:
+    """Measure throughput: the roofs first, then the runs, then how far apart they are.
+
+    Lengths are forced and checked, repeats of all arms are interleaved, each in a process of its own.
+    """
+    from moebatch.cli.bench import grid
+
+    _check_results(format_, report, output_json)
+    if workload == "compare":
+        _compare(files or [], format_)
+        return
+    if files:
+        raise UsageError(f"what is {files[0]}?", hint="only compare takes files: compare A B")
+    asked = grid.Asked.read(
+        workload=workload, models=model or [], num_prompts=num_prompts, output_len=output_len,
+        input_len=input_len, dataset=dataset_path, padded=padded, seed=seed,
+        load_format=load_format, memory=memory, dtype=dtype, cpu_threads=cpu_threads,
+        batch_size=batch_size, micro_batch_size=micro_batch_size,
+        weights_resident=weights_resident, policy=policy, device=device, gpu_memory=gpu_memory,
+        schedule=schedule, repeats=repeats, warm_ups=num_warmups, timeout=timeout,
+        baseline=baseline, pythons=baseline_python or [], baseline_dtype=baseline_dtype,
+        server=llama_server, work=work_folder,
+    )  # fmt: skip
+    raise typer.Exit(_measure(asked, format_, output_json=output_json, report=report))
+
+
+def _check_results(format_: str, report: Path | None, output_json: Path | None) -> None:
+    if format_ not in ("md", "json", "jsonl", "csv"):
+        raise UsageError(f"--format {format_} does not exist", hint="one of: md, json, jsonl, csv")
+    for option, path in (("--report", report), ("--output-json", output_json)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UsageError(f"{option} {path} cannot be written: no such folder, or it is one")
+
+
+def _compare(files: list[Path], format_: str) -> None:
+    from moebatch.cli.bench import compare, record
+
+    if len(files) != 2:
+        raise UsageError("compare takes two results", hint="moebatch bench compare A.json B.json")
+    if format_ == "csv":
+        raise UsageError("--format csv is not for compare", hint="use md, json or jsonl")
+    found = compare.compare(record.read(files[0]), record.read(files[1]))
+    if format_ == "md":
+        typer.echo(compare.markdown(found), nl=False)
+    elif format_ == "json":
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for row in found:
+            typer.echo(json.dumps(row))
+
+
+def _measure(asked: "Asked", format_: str, *, output_json: Path | None,
+             report: Path | None) -> int:  # fmt: skip
+    from moebatch.cli.bench import grid, record, table
+
+    document = grid.run(asked, say=lambda line: typer.echo(line, err=True))
+    if output_json is not None:
+        _write(output_json, record.dumps(document))
+    if report is not None:
+        from moebatch.cli.bench.page import page
+
+        _write(report, page(document))
+    if format_ != "md":
+        typer.echo(table.markdown(document), err=True, nl=False)
+    typer.echo(_shown(document, format_), nl=False)
+    return _exit_code(document)
+
+
+def _shown(document: dict[str, Any], format_: str) -> str:
+    from moebatch.cli.bench import record, table
+
+    if format_ == "json":
+        return record.dumps(document)
+    show = {"md": table.markdown, "jsonl": table.json_lines, "csv": table.comma_separated}
+    return show[format_](document)
+
+
+def _exit_code(document: dict[str, Any]) -> int:
+    """1 when moebatch itself failed in a setting; a rival that fails is a result."""
+    ours = [arm for setting in document["settings"] for arm in setting["arms"]
+            if arm["name"] == "moebatch"]  # fmt: skip
+    return int(any(arm["status"] != "ok" for arm in ours))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
