@@ -246,7 +246,7 @@ def test_roofs_are_those_of_each_resource_alone() -> None:
     assert rates["disk"] == pytest.approx(64 * 32 / (found.disk_bytes / machine.disk_bandwidth))
     # 2 FLOPs a parameter and token, attention and the last layer's prompt tokens aside
     assert found.flops == pytest.approx(2 * spec.active_params * 64 * 109, rel=0.1)
-    assert found.bound_by == "disk" and found.tok_s == rates["disk"]
+    assert found.tok_s == min(rates.values()) == rates[found.bound_by]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])

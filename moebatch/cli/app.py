@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import convert, doctor, merge, models, plan, retry, run, status, validate
+from moebatch.cli import convert, doctor, merge, models, plan, report, retry, run, status, validate
 from moebatch.cli.bench.command import bench
 from moebatch.errors import MoebatchError, OutputClosed
 
@@ -33,6 +33,7 @@ app.command("plan", epilog=EXIT_CODES)(plan.plan)
 app.command(
     "bench", epilog="Exit codes: 0 measured, 1 moebatch failed in a setting, and as of run."
 )(bench)
+app.command("report", epilog="Exit codes: 0 shown, 6 no report, 7 not found.")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(

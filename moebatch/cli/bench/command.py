@@ -1,6 +1,8 @@
 """`moebatch bench`: options in, measured settings out."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -184,7 +186,12 @@ def _measure(asked: "Asked", format_: str, *, output_json: Path | None,
              report: Path | None) -> int:  # fmt: skip
     from moebatch.cli.bench import grid, record, table
 
-    document = grid.run(asked, say=lambda line: typer.echo(line, err=True))
+    # Unwinding ends the processes of the arms; by default SIGTERM would leave them behind.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        document = grid.run(asked, say=lambda line: typer.echo(line, err=True))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if output_json is not None:
         _write(output_json, record.dumps(document))
     if report is not None:

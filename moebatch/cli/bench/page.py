@@ -117,7 +117,8 @@ def _table(record: dict[str, Any]) -> str:
 def _cell(name: str) -> str:
     if name in _NUMBERS:
         return ' class="number"'
-    return ' class="note"' if name == "note" else ""
+    kinds = {"note": ' class="note"', "policy": ' class="wide"', "arm": ' class="wide"'}
+    return kinds.get(name, "")
 
 
 def _sweeps(record: dict[str, Any]) -> Iterator[str]:
@@ -175,5 +176,5 @@ def _footer(record: dict[str, Any]) -> str:
     rivals = dict.fromkeys(arm["version"] for setting in record["settings"]
                            for arm in setting["arms"] if arm["version"])  # fmt: skip
     said = [f"moebatch {record['moebatch_version']}", f"commit {record['commit']}", versions, *rivals,
-            f"load before the first run {record['machine']['load_before']}"]  # fmt: skip
+            f"load before the first run {record['machine']['load_before'] or 0:.2f}"]  # fmt: skip
     return f"<footer>{escape(' · '.join(part for part in said if part))}</footer>"

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: fl
     except BaseException:
         _end(process)
         raise
+    _end_group(process.pid)  # an engine may leave processes of its own behind
     for reader in readers:
         reader.join(timeout=5)
     return Watched(
@@ -165,3 +167,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
             process.wait(timeout=5)
         except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             continue
+    _end_group(process.pid)
+
+
+def _end_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
