@@ -50,12 +50,18 @@ def test_definitions_are_the_files_of_the_folder() -> None:
     assert {path.stem for path in directory().glob("*.json")} == set(NAMES)
 
 
-def test_the_wheel_takes_every_definition() -> None:
-    import tomllib
+def test_an_installed_package_has_the_definitions_within(tmp_path, monkeypatch) -> None:
+    """As CMakeLists.txt installs them: no workloads folder beside the package."""
+    import moebatch.plan.definitions as module
 
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    taken = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert taken == {f"workloads/{name}.json": f"moebatch/workloads/{name}.json" for name in NAMES}
+    inside = tmp_path / "site/moebatch"
+    (inside / "plan").mkdir(parents=True)
+    (inside / "workloads").mkdir()
+    for path in directory().glob("*.json"):
+        (inside / "workloads" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(module, "__file__", str(inside / "plan/definitions.py"))
+    assert directory() == inside / "workloads"
+    assert definition("mtbench").paper_max == 418
 
 
 def test_the_papers_figures_are_found_by_setting() -> None:

@@ -1,22 +1,22 @@
 """One run from files to files: read rows, plan, let the engine compute, write what comes out."""
 
-import sys
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from moebatch.cli import prompts
 from moebatch.cli.accelerator import (
     TRACED_PASSES,
     AcceleratorOptions,
+    check_accelerator,
     device_line,
-    fit_to,
     given_plan,
     open_accelerator,
+    plan_for,
     write_trace,
 )
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
@@ -26,7 +26,7 @@ from moebatch.cli.limits import ErrorLimit
 from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
 from moebatch.cli.stop import Stop
-from moebatch.data import durable
+from moebatch.cli.this_machine import this_machine
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
@@ -34,10 +34,9 @@ from moebatch.data.places import check_beside, check_output
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
-from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter
-from moebatch.errors import Interrupted
+from moebatch.errors import DeviceMemoryFull, Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
 from moebatch.model.stored import locate
@@ -45,14 +44,18 @@ from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
 from moebatch.plan.policy import Overrides
+from moebatch.plan.schedule import Processor
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
+    from moebatch.runtime.arithmetic import Arithmetic
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
+_LESS_MEMORY, _LEAST_MEMORY = 0.85, 0.25  # of the accelerator's, planned with after it ran out
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
 
 
@@ -76,6 +79,8 @@ class Job:
         work to keep.
         """
         out = self.output
+        if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
+            check_accelerator(self.accelerator)  # before there is a side directory
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
@@ -160,23 +165,52 @@ class Job:
     ) -> None:  # fmt: skip
         """Plan from the first rows, load, and run. `done` is filled in also when that is stopped.
 
+        Where the accelerator's memory runs out, again with a smaller plan, from where it was.
         Raises: Interrupted, MoebatchError.
         """
-        from moebatch.runtime import host
-        from moebatch.runtime.engine import Engine, compute_type, use_threads
+        share, left, stats = 1.0, requests, None
+        while True:
+            try:
+                self._attempt(flow, head, left, done, num_rows=num_rows, work=work, view=view,
+                              tokenizer=tokenizer, checkpoint=checkpoint, share=share,
+                              stats=stats)  # fmt: skip
+                return
+            except DeviceMemoryFull as error:
+                share *= _LESS_MEMORY
+                if not self.accelerator.replans or self.resources.policy or share < _LEAST_MEMORY:
+                    raise
+                left, done.unanswered = itertools.chain(done.unanswered, left), ()
+                stats = done.stats
+                view.note(f"{error}; going on with a smaller plan")
+                work.log(f"{error}; going on with a smaller plan")
 
-        compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
-        threads = use_threads(self.resources.cpu_threads or host.num_cores())
+    def _attempt(
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+        share: float, stats: "EngineStats | None",
+    ) -> None:  # fmt: skip
+        """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
+        from moebatch.runtime import arithmetic, host
+        from moebatch.runtime.engine import Engine
+
+        device = open_accelerator(self.accelerator)
+        how = arithmetic.prepare(
+            dtype=self.resources.dtype, quantization=self.resources.quantization,
+            weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
+            threads=self.resources.cpu_threads or host.num_cores(),
+        )  # fmt: skip
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
-        device = open_accelerator(self.accelerator)
-        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget)
+        plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
+                                budget=budget, share=share,
+                                attention=work.attention_before())  # fmt: skip
         view.note(line)
         work.log(line)
-        work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
-                          "attention": plan.policy.attention})  # fmt: skip
+        work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
+                          "attention": plan.policy.attention, "kernels": how.variant,
+                          "quantization": how.quantization})  # fmt: skip
         with Engine(
             checkpoint,
             spec=self.model.spec,
@@ -186,22 +220,29 @@ class Job:
             decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
             eos_token_ids=self.model.eos_token_ids,
             max_model_len=self.max_model_len,
-            compute=compute,
+            compute=how.compute,
+            kernels=how.kernels,
+            quantization=how.quantization,
             device=device,
+            stats=stats,
             traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
             interrupted=flow.stop.requested,
         ) as engine:
             try:
                 with flow.stop.immediate():
-                    engine.load(threads=min(threads, LOADERS), progress=view.loading)
+                    engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
+            except DeviceMemoryFull:
+                done.unanswered, done.stats = engine.unanswered(), engine.stats
+                raise
             finally:
-                done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
+                done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
 
-    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
-              budget: int) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
+              threads: int, budget: int, share: float,
+              attention: Processor | None) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
         """The plan, and the line that says what it is."""
         from moebatch.runtime import host
 
@@ -210,12 +251,14 @@ class Job:
             policy = overridden(resources.policy, resources.overrides)
             given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
             return given, device_line(self.model.name, device, given, budget)
-        planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
-                           budget=budget, base_bytes=base)  # fmt: skip
         if device is None:
+            planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                               budget=budget, base_bytes=base)  # fmt: skip
             return planned, plan_line(self.model.name, spec, planned, budget)
-        fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
-                        fixed=resources.overrides, budget=budget)  # fmt: skip
+        fixed = replace(resources.overrides, attention=attention)
+        fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
+                          compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
+                          budget=budget, base_bytes=base, share=share)  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
@@ -238,7 +281,8 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine={**host.describe(), "gpu": done.device},
+            quantization=self.resources.quantization,
+            machine={**host.describe(), "gpu": done.device, "kernels": done.kernels},
             plan=done.plan,
             policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
@@ -253,7 +297,7 @@ class Job:
             disk_read_bytes=done.disk_read_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
-            warnings=flow.warnings,
+            warnings=[*flow.warnings, *done.warnings],
         )
 
 
@@ -264,6 +308,8 @@ class Computed:
     plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
+    kernels: str | None = None
+    warnings: Sequence[str] = ()
     device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -275,13 +321,15 @@ class Computed:
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
-           compute: str) -> "Computed":  # fmt: skip
+           how: "Arithmetic") -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
             plan=plan,
             budget=budget,
-            compute=compute,
+            compute=how.compute,
+            kernels=how.variant,
+            warnings=how.warnings,
             device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,
@@ -304,6 +352,8 @@ class _Done:
 
     computed: Computed = field(default_factory=Computed.nothing)
     traced: "Sequence[PassResult]" = ()
+    unanswered: Sequence[Request] = ()
+    stats: "EngineStats | None" = None
 
 
 def with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
@@ -343,20 +393,3 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
         expected_tokens=expected,
         in_flight=stats.in_flight,
     )
-
-
-def write_report(report: Report, *, path: str | None, output: Path | Literal["-"]) -> None:
-    """Write the report where the user wants it, or beside the output.
-
-    Raises: OutputWriteError when the file cannot be written.
-    """
-    if path == "-":
-        sys.stdout.write(report.to_json() + "\n")
-        return
-    if path is None and output == "-":
-        return
-    target = Path(path) if path else side_path(Path(output)) / "report.json"
-    try:
-        durable.write_whole(target, [report.to_json().encode() + b"\n"])
-    except OSError as error:
-        raise durable.write_error(f"the report {target}", error) from None

@@ -81,9 +81,11 @@ def run(
     policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    quantization: opt.Quantization = "none",
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
+    on_oom: opt.OnOom = "replan",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
     progress: opt.Progress = "auto",
@@ -103,7 +105,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, resume=resume,
+        kv_cache_dtype=kv_cache_dtype, resume=resume, quantization=quantization,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
@@ -141,11 +143,12 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident, policy=policy),
+                            weights_resident=weights_resident, policy=policy,
+                            quantization=quantization),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
-                                        trace=trace),
+                                        trace=trace, on_oom=on_oom),
     )  # fmt: skip
     raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet,
                               time_limit_s=limit_s))  # fmt: skip
@@ -153,7 +156,7 @@ def run(
 
 def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | None,
              json_report: bool, quiet: bool) -> int:  # fmt: skip
-    from moebatch.cli.job import write_report
+    from moebatch.cli.report_file import write_report
     from moebatch.cli.stop import Stop
 
     output = task.output.path
@@ -244,7 +247,8 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str, policy: str = "auto") -> "ResourceOptions":  # fmt: skip
+              kv_cache_dtype: str, policy: str = "auto",
+              quantization: str = "none") -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
 
     Raises: UsageError for numbers out of range.
@@ -268,6 +272,7 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
         policy=read_policy(policy),
         cpu_threads=cpu_threads,
         dtype=dtype,
+        quantization=quantization,
         overrides=Overrides(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,

@@ -7,7 +7,7 @@ that joined. Finished sequences leave after the pass, waiting ones take their pl
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from moebatch.data.requests import Completion, Generated, Outcome, Request, RowE
 from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.model.linear import ComputeType, Quantization, has_bf16
+from moebatch.native.kernels import Kernels
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -24,7 +25,7 @@ from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
 from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
-from moebatch.runtime.device import Device
+from moebatch.runtime.device import Device, closed_on_error, memory_errors
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.host import return_freed_memory
 from moebatch.runtime.sampling import sample
@@ -32,10 +33,12 @@ from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
 
 
-def use_threads(count: int) -> int:
-    """Let PyTorch compute with this many threads from now on; returns the count."""
-    torch.set_num_threads(count)
-    return count
+def use_threads(count: int, *, native: bool) -> None:
+    """Let PyTorch compute with this many threads from now on.
+
+    Beside native kernels it gets one: its idle threads spin, and would take their cores away.
+    """
+    torch.set_num_threads(1 if native else count)
 
 
 def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
@@ -51,6 +54,21 @@ def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
             hint="leave --dtype away, or use --dtype float32",
         )
     return "bfloat16" if native and dtype != "float32" else "float32"
+
+
+def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
+    """What --quantization means on this machine.
+
+    Raises: UsageError where there are no kernels for it.
+    """
+    if asked == "none":
+        return "none"
+    if kernels is None:
+        raise UsageError(
+            f"--quantization {asked} needs the native kernels, which are not there",
+            hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
+        )
+    return "int8"
 
 
 @dataclass(slots=True)
@@ -74,12 +92,16 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
+                 kernels: Kernels | None = None, quantization: Quantization = "none",
                  device: Device | None = None, traced_passes: int = 0,
+                 stats: "EngineStats | None" = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
+        Without native kernels PyTorch computes everything; they are for the host.
         `device`: the accelerator, None where there is none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
+        `stats`: those of an earlier engine of the same run, counted on.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
         self._device, self._traced_passes = device, traced_passes
@@ -87,29 +109,35 @@ class Engine:
         self._policy = policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._backend: Backend = (
-            HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                        interrupted=interrupted)
-            if device is None
-            else DeviceBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                               device=device, interrupted=interrupted)
-        )  # fmt: skip
+        self._backend: Backend
+        if device is None:
+            self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
+                                        compute=compute, kernels=kernels,
+                                        quantization=quantization,
+                                        interrupted=interrupted)  # fmt: skip
+        else:
+            with memory_errors(), closed_on_error(device):
+                self._backend = DeviceBackend(
+                    checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                    device=device, interrupted=interrupted,
+                )  # fmt: skip
         self._kv = self._backend.kv
         self._interrupted = interrupted
         self._admission: Admission | None = None
         self._ended: dict[int, list[Sequence]] = {}
-        self.stats = EngineStats()
+        self.stats = stats or EngineStats()
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
         """Read what stays in memory and start filling the page buffer.
 
-        Raises: ModelError when a file cannot be read.
+        Raises: ModelError when a file cannot be read; DeviceMemoryFull.
         """
         start = time.perf_counter()
         return_freed_memory(True)
-        self._backend.load(threads=threads, progress=progress)
+        with memory_errors():
+            self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
-        self.stats.load_s = time.perf_counter() - start
+        self.stats.load_s += time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,
@@ -118,6 +146,7 @@ class Engine:
 
         Requests are taken from the iterable only as the batch has room for them.
         Raises: Interrupted when it was asked to stop; `in_flight` then tells what there is.
+        DeviceMemoryFull; `unanswered` then tells what another engine has to do.
         """
         admission = Admission(self._policy, kv=self._kv, requests=requests, start=self._sequences)
         self._admission = admission
@@ -127,7 +156,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
-            broken = self._pass(admission.active)
+            with memory_errors():
+                broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
                 self._ended.pop(request.index, None)
                 admission.drop(request.index)
@@ -147,6 +177,23 @@ class Engine:
         for sequence in itertools.chain(under_way, *self._ended.values()):
             if sequence.generated:
                 yield sequence.request, sequence.to_generated()
+
+    def unanswered(self) -> list[Request]:
+        """The requests that were taken and not answered, each with what there is of it."""
+        if self._admission is None:
+            return []
+        requests: dict[int, Request] = {}
+        for sequence in [*self._admission.active, *self._admission.waiting]:
+            requests.setdefault(sequence.request.index, sequence.request)
+        made: dict[int, list[Generated]] = {}
+        for request, generated in self.in_flight():
+            kept = Generated(choice=generated.choice, token_ids=tuple(generated.token_ids),
+                             logprobs=tuple(generated.logprobs))  # fmt: skip
+            made.setdefault(request.index, []).append(kept)
+        return [
+            replace(request, resumed=tuple(made.get(index, ())))
+            for index, request in sorted(requests.items())
+        ]
 
     @property
     def disk_read_bytes(self) -> int:

@@ -112,6 +112,7 @@ def bench(
     load_format: LoadFormat = "auto",
     memory: Memory = "auto",
     dtype: opt.Dtype = "auto",
+    quantization: opt.Quantization = "none",
     cpu_threads: opt.CpuThreads = None,
     batch_size: opt.BatchSize = None,
     micro_batch_size: opt.MicroBatchSize = None,
@@ -139,6 +140,7 @@ def bench(
     from moebatch.cli.bench import grid
 
     _check_results(format_, report, output_json)
+    opt.check_choices(dtype=dtype, quantization=quantization)
     if workload == "compare":
         _compare(files or [], format_)
         return
@@ -147,7 +149,8 @@ def bench(
     asked = grid.Asked.read(
         workload=workload, models=model or [], num_prompts=num_prompts, output_len=output_len,
         input_len=input_len, dataset=dataset_path, padded=padded, seed=seed,
-        load_format=load_format, memory=memory, dtype=dtype, cpu_threads=cpu_threads,
+        load_format=load_format, memory=memory, dtype=dtype, quantization=quantization,
+        cpu_threads=cpu_threads,
         batch_size=batch_size, micro_batch_size=micro_batch_size,
         weights_resident=weights_resident, policy=policy, device=device, gpu_memory=gpu_memory,
         schedule=schedule, repeats=repeats, warm_ups=num_warmups, timeout=timeout,

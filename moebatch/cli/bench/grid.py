@@ -56,7 +56,8 @@ class Asked:
              memory: str, schedule: str, load_format: str, cpu_threads: int | None, repeats: int,
              warm_ups: int, timeout: str, baseline: str | None, pythons: Sequence[str],
              work: Path | None, policy: str, batch_size: int | None, micro_batch_size: int | None,
-             weights_resident: str, dtype: str, gpu_memory: str | None, device: str,
+             weights_resident: str, dtype: str, quantization: str, gpu_memory: str | None,
+             device: str,
              **others: Any) -> "Asked":  # fmt: skip
         """Read the options.
 
@@ -80,9 +81,10 @@ class Asked:
             output_lens=lens or _default_lens(workload),
             memories=tuple(_memories(memory)),
             schedules=tuple(_schedules(schedule)),
-            options=_engine_options(policy=policy, batch_size=batch_size,
-                                    micro_batch_size=micro_batch_size, device=device, dtype=dtype,
-                                    weights_resident=weights_resident, gpu_memory=gpu_memory),
+            options=_engine_options(policy=policy, batch_size=batch_size, dtype=dtype,
+                                    micro_batch_size=micro_batch_size, device=device,
+                                    quantization=quantization, gpu_memory=gpu_memory,
+                                    weights_resident=weights_resident),
             dummy=load_format == "dummy",
             device=device,
             threads=cpu_threads or num_cores(),

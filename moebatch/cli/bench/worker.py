@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moebatch.cli.accelerator import AcceleratorOptions, fit_to, given_plan, open_accelerator
+from moebatch.cli.accelerator import (
+    AcceleratorOptions,
+    given_plan,
+    open_accelerator,
+    plan_for,
+)
 from moebatch.cli.asked import ResourceOptions
 from moebatch.cli.bench.roofs import roofs_of, streams
 from moebatch.cli.bench.task import Task, read_rows
@@ -25,6 +30,7 @@ from moebatch.errors import MoebatchError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel, resolve_model
 from moebatch.plan.device_fit import DevicePlan
+from moebatch.plan.machine import MachineSpec
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
 from moebatch.plan.policy import Overrides, Policy
@@ -33,6 +39,7 @@ from moebatch.plan.schedule import Op
 from moebatch.plan.workload import WorkloadSpec
 
 if TYPE_CHECKING:
+    from moebatch.runtime.arithmetic import Arithmetic
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
@@ -46,10 +53,10 @@ class _Setup:
     """What is known before the weights are read."""
 
     model: LocalModel
-    compute: Any
+    how: "Arithmetic"
     plan: Plan | DevicePlan
     device: "Device | None"
-    roofs: dict[str, Any]
+    roofs: dict[str, Any] | None
 
 
 def main(path: str) -> int:
@@ -79,9 +86,11 @@ def _run(task: Task) -> None:
             checkpoint, spec=model.spec, family=model.family, policy=setup.plan.policy,
             open_stream=lambda skip: _NoText(), decode=lambda ids, skip: "",
             eos_token_ids=model.eos_token_ids, max_model_len=model.spec.max_model_len,
-            compute=setup.compute, device=setup.device, traced_passes=_TRACED + _WARM_PASSES,
+            compute=setup.how.compute, kernels=setup.how.kernels,
+            quantization=setup.how.quantization, device=setup.device,
+            traced_passes=_TRACED + _WARM_PASSES,
         ) as engine:  # fmt: skip
-            engine.load(threads=min(task.threads, LOADERS))
+            engine.load(threads=min(setup.how.threads, LOADERS))
             if warm:
                 _generate(engine, warm)
             _say("done", _measured(engine, rows))
@@ -96,45 +105,58 @@ class _NoText:
 
 
 def _plan(task: Task, model: LocalModel, rows: Sequence[tuple[list[int], int]]) -> _Setup:
-    from moebatch.runtime import host
-    from moebatch.runtime.engine import compute_type, use_threads
+    from moebatch.runtime import arithmetic, host
 
     options = task.options
-    compute = compute_type(options["dtype"], model.spec.weight_dtype)
-    threads = use_threads(task.threads)
-    policy = options.get("policy")
-    resources = ResourceOptions(
-        memory_bytes=task.memory_bytes, cpu_threads=threads, dtype=options["dtype"],
-        overrides=Overrides(**options.get("overrides", {})),
-        policy=None if policy is None else Policy(**policy),
-    )  # fmt: skip
-    budget = task.memory_bytes or host.default_budget_bytes()
-    workload = WorkloadSpec.measure([(len(ids), n) for ids, n in rows], complete=True)
     asked = AcceleratorOptions(device=options.get("device", "auto"),
                                schedule=options.get("schedule"),
                                memory_bytes=options.get("gpu_memory"))  # fmt: skip
-    device, base = open_accelerator(asked), host.base_bytes()
-    link = None
-    if device is not None and resources.policy is not None:
-        given = overridden(resources.policy, resources.overrides)
-        plan: Plan | DevicePlan = given_plan(device, model.spec, given, budget=budget,
-                                             base_bytes=base)  # fmt: skip
-    else:
-        plan = plan_run(model, workload, resources, compute=compute, threads=threads,
+    device = open_accelerator(asked)
+    how = arithmetic.prepare(
+        dtype=options["dtype"], quantization=options["quantization"], threads=task.threads,
+        weight_dtype=model.spec.weight_dtype, accelerator=device is not None,
+    )  # fmt: skip
+    policy = options.get("policy")
+    resources = ResourceOptions(
+        memory_bytes=task.memory_bytes, cpu_threads=how.threads, dtype=options["dtype"],
+        overrides=Overrides(**options.get("overrides", {})),
+        policy=None if policy is None else Policy(**policy),
+        quantization=options["quantization"],
+    )  # fmt: skip
+    budget = task.memory_bytes or host.default_budget_bytes()
+    workload = WorkloadSpec.measure([(len(ids), n) for ids, n in rows], complete=True)
+    machine, base = this_machine(threads=how.threads, quiet=True), host.base_bytes()
+    plan: Plan | DevicePlan
+    if device is None:
+        plan = plan_run(model, workload, resources, compute=how.compute, threads=how.threads,
                         budget=budget, base_bytes=base)  # fmt: skip
-        if device is not None:
-            plan = fit_to(device, model.spec, plan, schedule=asked.schedule,
-                          fixed=resources.overrides, budget=budget)  # fmt: skip
-    if device is not None and device.emulated:
-        link = link_profile(device.name.partition(":")[2]).h2d_bytes_per_s
-    machine = this_machine(threads=threads, quiet=True)
+    elif resources.policy is not None:
+        given = overridden(resources.policy, resources.overrides)
+        plan = given_plan(device, model.spec, given, budget=budget, base_bytes=base)
+    else:
+        plan = plan_for(device, model.spec, workload, machine=machine, compute=how.compute,
+                        schedule=asked.schedule, fixed=resources.overrides, budget=budget,
+                        base_bytes=base)  # fmt: skip
     if device is None and streams(model.spec, plan.policy):
         machine = replace(machine, disk_bandwidth=_disk_bandwidth(model.path))
-    # A real accelerator's peak is not measured here: its roof is not known.
-    known = device is None or device.emulated
-    found = roofs_of(model.spec, workload, plan.policy, machine, compute=compute, link=link)
-    return _Setup(model=model, compute=compute, plan=plan, device=device,
-                  roofs=_roof_facts(machine, compute, found.to_dict()) if known else {})  # fmt: skip
+    return _Setup(model=model, how=how, plan=plan, device=device,
+                  roofs=_roofs(model, workload, plan.policy, machine, device=device,
+                               compute=how.compute))  # fmt: skip
+
+
+def _roofs(model: LocalModel, workload: WorkloadSpec, policy: Policy, machine: MachineSpec, *,
+           device: "Device | None", compute: str) -> dict[str, Any] | None:  # fmt: skip
+    """The roofs; None with a real accelerator, whose peaks are not among the host's."""
+    if device is not None and not device.emulated:
+        return None
+    link = None if device is None else link_profile(device.name.partition(":")[2]).h2d_bytes_per_s
+    found = roofs_of(model.spec, workload, policy, machine, compute=compute, link=link)
+    return {
+        **found.to_dict(),
+        "peak_flops": machine.host.peak(compute),
+        "memory_bandwidth": machine.host.bandwidth,
+        "disk_bandwidth": machine.disk_bandwidth,
+    }
 
 
 def _disk_bandwidth(path: Path) -> float:
@@ -143,34 +165,32 @@ def _disk_bandwidth(path: Path) -> float:
     return file_bandwidth(max(path.glob("*.safetensors"), key=lambda one: one.stat().st_size))
 
 
-def _roof_facts(machine: Any, compute: str, roofs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **roofs,
-        "peak_flops": machine.host.peak(compute),
-        "memory_bandwidth": machine.host.bandwidth,
-        "disk_bandwidth": machine.disk_bandwidth,
-    }
-
-
 def _planned(setup: _Setup) -> dict[str, Any]:
     plan, spec = setup.plan, setup.model.spec
-    job = plan.job if isinstance(plan, Plan) else None
     return {
         "policy": asdict(plan.policy),
-        "compute_dtype": setup.compute,
+        "compute_dtype": setup.how.compute,
+        "kernels": setup.how.variant,
+        "quantization": setup.how.quantization,
         "memory_bytes": int(plan.memory.total),
         "memory_parts": {name: int(size) for name, size in asdict(plan.memory).items()},
-        "predicted": None if job is None else {
-            "tok_s": job.throughput, "prefill_s": job.prefill_s, "decode_s": job.decode_s,
-            "passes": job.passes,
-        },
-        "roofs": setup.roofs or None,
+        "predicted": _predicted(plan),
+        "roofs": setup.roofs,
         "model": {
             "family": spec.family, "params": spec.total_params, "dtype": spec.weight_dtype,
             "active_params": spec.active_params, "num_layers": spec.num_layers,
             "num_experts": spec.num_experts, "top_k": spec.top_k,
         },
     }  # fmt: skip
+
+
+def _predicted(plan: Plan | DevicePlan) -> dict[str, Any] | None:
+    """What the planner expects; None where it says nothing."""
+    if isinstance(plan, DevicePlan):
+        return None if plan.throughput is None else {"tok_s": plan.throughput}
+    job = plan.job
+    return {"tok_s": job.throughput, "prefill_s": job.prefill_s, "decode_s": job.decode_s,
+            "passes": job.passes}  # fmt: skip
 
 
 def _generate(engine: "Engine", rows: Sequence[tuple[list[int], int]]) -> int:
