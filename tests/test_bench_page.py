@@ -202,6 +202,18 @@ def test_report_shows_benchmarks(record, tmp_path) -> None:
     assert target.read_text() == page.page(record)
 
 
+def test_records_of_one_machine_are_joined_to_one_page(record, tmp_path) -> None:
+    halves = [{**record, "settings": [setting], "curves": []} for setting in record["settings"]]
+    found = curves.joined(halves)
+    assert [setting["num_prompts"] for setting in found["settings"]] == [64, 256]
+    assert [point["x"] for point in found["curves"][0]["measured"]] == [64.0, 256.0]
+    halves[1]["machine"] = {**record["machine"], "cpu": "another"}
+    for name, half in zip("ab", halves, strict=True):
+        (tmp_path / name).write_text(json.dumps(half))
+    done = moebatch("report", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "x.html")
+    assert done.code == 2 and "different machines" in done.error
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "code"),
     [

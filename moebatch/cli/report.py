@@ -17,7 +17,7 @@ Reports = Annotated[
     ),
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", help="Of a benchmark: write its page into this file.")
+    Path | None, typer.Option("--html", help="Of benchmarks: write their page into this file.")
 ]
 Value = float | str | None
 Line = tuple[str, Value, Callable[[float], str]]
@@ -25,12 +25,12 @@ Line = tuple[str, Value, Callable[[float], str]]
 
 def report(reports: Reports, html: Html = None) -> None:
     """Show a report, or two with their ratios."""
-    if len(reports) > 2:
+    if len(reports) > 2 and html is None:
         raise UsageError("report takes one or two reports", hint="moebatch report A.json B.json")
     found = [_read(name) for name in reports]
     benchmarks = [one.get("kind") == "moebatch-bench" for one in found]
     if html is not None:
-        _write_page(found, html, is_benchmark=all(benchmarks) and len(found) == 1)
+        _write_page(found, html, are_benchmarks=all(benchmarks))
         return
     if len(set(benchmarks)) > 1:
         raise UsageError("one is a run's report, the other a benchmark's record")
@@ -63,14 +63,15 @@ def _read(name: str) -> dict[str, Any]:
     return value
 
 
-def _write_page(found: list[dict[str, Any]], target: Path, *, is_benchmark: bool) -> None:
+def _write_page(found: list[dict[str, Any]], target: Path, *, are_benchmarks: bool) -> None:
+    from moebatch.cli.bench.curves import joined
     from moebatch.cli.bench.page import page
 
-    if not is_benchmark:
-        raise UsageError("--html is for one benchmark's record",
+    if not are_benchmarks:
+        raise UsageError("--html is for records of benchmarks",
                          hint="moebatch bench … --output-json FILE writes one")  # fmt: skip
     try:
-        target.write_text(page(found[0]), encoding="utf-8")
+        target.write_text(page(joined(found)), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from None
 

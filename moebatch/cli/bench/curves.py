@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from moebatch.errors import NoFeasiblePolicy
+from moebatch.errors import NoFeasiblePolicy, UsageError
 from moebatch.plan.machine import MachineSpec
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import choose
@@ -17,6 +17,29 @@ from moebatch.plan.workload import WorkloadSpec
 _POINTS = 12
 AXES = {"num_prompts": "requests", "memory_bytes": "memory budget", "params": "parameters"}
 Settings = Sequence[dict[str, Any]]
+
+
+def joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several records of one machine as one: all settings, sweeps across them, their curves.
+
+    Raises: UsageError for records of different machines.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return first
+    for other in records[1:]:
+        if any(other["machine"][key] != first["machine"][key] for key in ("cpu", "cores")):
+            raise UsageError("the records are of different machines", hint="make a page of each")
+    settings = [setting for record in records for setting in record["settings"]]
+    known = {(curve["axis"], curve["name"]): curve["predicted"]
+             for record in records for curve in record["curves"]}  # fmt: skip
+    sweeps = [
+        {"axis": axis, "name": name, "measured": _points(axis, group),
+         "predicted": known.get((axis, name), [])}
+        for axis in AXES for name, group in _groups(axis, settings)
+    ]  # fmt: skip
+    commands = dict.fromkeys(record["command"] for record in records)
+    return {**first, "settings": settings, "curves": sweeps, "command": "; ".join(commands)}
 
 
 def curves(document: dict[str, Any], machine: MachineSpec, specs: dict[str, ModelSpec],
