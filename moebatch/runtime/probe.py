@@ -280,6 +280,10 @@ class _Hollow:
         """As WeightStore's."""
         return self._attention
 
+    def is_resident(self, layer: int, page: int) -> bool:
+        """As WeightStore's: no page stays, so that each expert's task is a call of its own."""
+        return False
+
     def expert(self, layer: int, page: int) -> Expert:
         """An expert whose products cost nothing."""
         size = self._spec.expert_size

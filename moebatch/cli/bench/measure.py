@@ -168,7 +168,8 @@ def _run_facts(done: dict[str, Any], ran: Watched) -> dict[str, Any]:
     seconds = done["seconds"] if "seconds" in done else done["prefill_s"] + done["decode_s"]
     shift = done["began"] - ran.started_at if "began" in done else 0.0
     samples = [(round(at - shift, 2), size) for at, size in ran.samples]
-    return {**done, "seconds": seconds, "peak_bytes": ran.peak_bytes, "samples": samples}
+    return {**done, "seconds": seconds, "peak_bytes": ran.peak_bytes, "samples": samples,
+            "others_share": ran.others_share}  # fmt: skip
 
 
 def _fastest_variants(found: list[Found]) -> list[Found]:

@@ -28,6 +28,7 @@ class Watched:
 
     `peak_bytes` and `samples` (seconds, bytes) are resident memory of the process and all below it;
     None and empty where the system does not tell. `capped`: whether its memory was limited.
+    `others_share` of all processors' time went to other programs meanwhile; None where not known.
     """
 
     code: int
@@ -37,13 +38,14 @@ class Watched:
     samples: tuple[tuple[float, int], ...]
     started_at: float
     capped: bool
+    others_share: float | None
 
 
 def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: float,
           environment: Mapping[str, str] | None = None,
           on_event: Callable[[Event], None] = lambda event: None) -> Watched:  # fmt: skip
     """Run a command to its end; when this is interrupted, so is the command."""
-    started_at = time.time()
+    started_at, before = time.time(), _processor_s()
     process = subprocess.Popen(
         command if cap is None else cap.wrap(command), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -80,8 +82,29 @@ def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: fl
     return Watched(
         code=process.wait(), events=tuple(events), error=_reason(errors, process.returncode),
         peak_bytes=peak or None, samples=thinned(samples), started_at=started_at,
-        capped=cap is not None,
+        capped=cap is not None, others_share=_others_share(before, time.time() - started_at),
     )  # fmt: skip
+
+
+def _processor_s() -> tuple[float, float] | None:
+    """Processor seconds of everything on the machine, and of our own ended children."""
+    try:
+        fields = (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]
+        user, nice, system, _, _, irq, softirq = map(float, fields[:7])
+    except (OSError, ValueError):
+        return None
+    ours = os.times()
+    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return busy, ours.children_user + ours.children_system
+
+
+def _others_share(before: tuple[float, float] | None, wall_s: float) -> float | None:
+    """Of the processors' time since then, what neither ended children nor idling took."""
+    after = _processor_s()
+    if before is None or after is None or wall_s <= 0:
+        return None
+    others = (after[0] - before[0]) - (after[1] - before[1])
+    return min(1.0, max(0.0, others / wall_s / (os.cpu_count() or 1)))
 
 
 def tree_bytes(root: int) -> int:
