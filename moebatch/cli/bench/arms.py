@@ -12,8 +12,6 @@ from moebatch.errors import UsageError
 
 ENVIRONMENT = "MOEBATCH_BASELINE_PYTHON"  # interpreters of environments with rivals, joined by ":"
 _HERE = Path(__file__).parent / "rivals"
-_BATCHES = (16, 32, 64)  # of those that sort and pad; the fastest counts
-_OFFLOAD_BATCHES = (16, 64)
 OFFLOADED_ROWS, OFFLOADED_TOKENS = 64, 4  # a rate is taken from so much
 
 
@@ -84,7 +82,8 @@ def known(baseline: str | None) -> tuple[str, ...]:
 
 
 def rivals(names: Sequence[str], pythons: Sequence[str], *, rows: int, dtype: str,
-           memory_bytes: int | None, server: str | None) -> list[Arm]:  # fmt: skip
+           memory_bytes: int | None, server: str | None,
+           batches: Sequence[int]) -> list[Arm]:  # fmt: skip
     """The arms of the baselines that were asked for."""
     found = []
     for name in names:
@@ -97,22 +96,22 @@ def rivals(names: Sequence[str], pythons: Sequence[str], *, rows: int, dtype: st
             missing = "left out: without --memory nothing would go to disk"
             found.append(Arm(name=name, label="", missing=missing))
         else:
-            found += _variants(rival, python, rows=rows, dtype=dtype, server=server)
+            found += _variants(rival, python, rows=rows, dtype=dtype, server=server,
+                               batches=batches)  # fmt: skip
     return found
 
 
-def _variants(rival: Rival, python: str, *, rows: int, dtype: str,
-              server: str | None) -> list[Arm]:  # fmt: skip
+def _variants(rival: Rival, python: str, *, rows: int, dtype: str, server: str | None,
+              batches: Sequence[int]) -> list[Arm]:  # fmt: skip
     command = (python, str(_HERE / rival.program))
     one = Arm(name=rival.name, label=dtype, command=command, options={"dtype": dtype})
+    sizes = [size for size in batches if size <= max(rows, min(batches))]
     if rival.name == "transformers":
-        sizes = [size for size in _BATCHES if size <= max(rows, _BATCHES[0])]
         return [replace(one, label=f"{dtype}, batches of {size}, sorted",
                         options={"dtype": dtype, "batch": size}) for size in sizes]  # fmt: skip
     if rival.name == "accelerate":
         note = f"rate from {OFFLOADED_TOKENS} tokens a row and {OFFLOADED_ROWS} rows at most"
         few = {"rows": OFFLOADED_ROWS, "tokens": OFFLOADED_TOKENS, "offload": True, "dtype": dtype}
-        sizes = [size for size in _OFFLOAD_BATCHES if size <= max(rows, _OFFLOAD_BATCHES[0])]
         return [replace(one, label=f"disk offload, batches of {size}", note=note,
                         options={**few, "batch": size}) for size in sizes]  # fmt: skip
     if rival.name == "llama.cpp":

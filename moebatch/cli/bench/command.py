@@ -78,6 +78,11 @@ BaselinePython = Annotated[
 BaselineDtype = Annotated[
     str, typer.Option(help="Data type of transformers and vLLM.", rich_help_panel=_RIVALS)
 ]
+BaselineBatch = Annotated[
+    str,
+    typer.Option(help="Batch sizes of transformers and accelerate; the fastest counts.",
+                 rich_help_panel=_RIVALS),
+]  # fmt: skip
 LlamaServer = Annotated[
     str | None, typer.Option(help="llama.cpp's llama-server.", rich_help_panel=_RIVALS)
 ]
@@ -127,6 +132,7 @@ def bench(
     baseline: Baselines = None,
     baseline_python: BaselinePython = None,
     baseline_dtype: BaselineDtype = "bfloat16",
+    baseline_batch: BaselineBatch = "16,32,64",
     llama_server: LlamaServer = None,
     work_folder: WorkFolder = None,
     output_json: OutputJson = None,
@@ -155,6 +161,7 @@ def bench(
         weights_resident=weights_resident, policy=policy, device=device, gpu_memory=gpu_memory,
         schedule=schedule, repeats=repeats, warm_ups=num_warmups, timeout=timeout,
         baseline=baseline, pythons=baseline_python or [], baseline_dtype=baseline_dtype,
+        batches=baseline_batch,
         server=llama_server, work=work_folder,
     )  # fmt: skip
     raise typer.Exit(_measure(asked, format_, output_json=output_json, report=report))
@@ -190,13 +197,17 @@ def _measure(asked: "Asked", format_: str, *, output_json: Path | None,
     from moebatch.cli.bench import grid, record, table
 
     # Unwinding ends the processes of the arms; by default SIGTERM would leave them behind.
+    def save(document: dict[str, Any]) -> None:
+        """What is measured is kept, also when a later setting is interrupted."""
+        if output_json is not None:
+            _write(output_json, record.dumps(document))
+
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        document = grid.run(asked, say=lambda line: typer.echo(line, err=True))
+        document = grid.run(asked, say=lambda line: typer.echo(line, err=True), save=save)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if output_json is not None:
-        _write(output_json, record.dumps(document))
+    save(document)
     if report is not None:
         from moebatch.cli.bench.page import page
 

@@ -32,7 +32,7 @@ def joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             raise UsageError("the records are of different machines", hint="make a page of each")
     settings = [setting for record in records for setting in record["settings"]]
     known = {(curve["axis"], curve["name"]): curve["predicted"]
-             for record in records for curve in record["curves"]}  # fmt: skip
+             for record in records for curve in record.get("curves", [])}  # fmt: skip
     sweeps = [
         {"axis": axis, "name": name, "measured": _points(axis, group),
          "predicted": known.get((axis, name), [])}

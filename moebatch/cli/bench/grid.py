@@ -48,13 +48,14 @@ class Asked:
     baselines: tuple[str, ...]
     pythons: tuple[str, ...]
     baseline_dtype: str
+    batches: tuple[int, ...]
     server: str | None
     work: Path | None
 
     @classmethod
     def read(cls, *, workload: str, models: Sequence[str], num_prompts: str, output_len: str | None,
              memory: str, schedule: str, load_format: str, cpu_threads: int | None, repeats: int,
-             warm_ups: int, timeout: str, baseline: str | None, pythons: Sequence[str],
+             warm_ups: int, timeout: str, baseline: str | None, batches: str, pythons: Sequence[str],
              work: Path | None, policy: str, batch_size: int | None, micro_batch_size: int | None,
              weights_resident: str, dtype: str, quantization: str, gpu_memory: str | None,
              device: str,
@@ -92,6 +93,7 @@ class Asked:
             warm_ups=warm_ups,
             timeout_s=parse_duration(timeout),
             baselines=names,
+            batches=tuple(_counts("--baseline-batch", batches)),
             pythons=tuple(arms_of.baseline_pythons(pythons)) if names else (),
             work=work,
             **others,
@@ -155,8 +157,9 @@ def _engine_options(*, policy: str, batch_size: int | None, micro_batch_size: in
     }
 
 
-def run(asked: Asked, *, say: Say) -> dict[str, Any]:
-    """Measure all settings; the record.
+def run(asked: Asked, *, say: Say,
+        save: Callable[[dict[str, Any]], None] = lambda document: None) -> dict[str, Any]:  # fmt: skip
+    """Measure all settings; the record, which `save` gets after each of them.
 
     Raises: MoebatchError.
     """
@@ -177,6 +180,7 @@ def run(asked: Asked, *, say: Say) -> dict[str, Any]:
             specs[short_name(model)] = model.spec
             for setting in _settings(asked, model):
                 document["settings"].append(_measured(asked, setting, model, effort, say=say))
+                save(document)
     document["curves"] = curves(document, machine, specs)
     document["finished_at"] = record.now()
     return document
@@ -223,7 +227,7 @@ def _measured(asked: Asked, setting: Setting, model: LocalModel, effort: Effort,
               say: Say) -> dict[str, Any]:  # fmt: skip
     arms = arms_of.ours(asked.schedules, asked.options) + arms_of.rivals(
         asked.baselines, asked.pythons, rows=len(setting.gen_lens), dtype=asked.baseline_dtype,
-        memory_bytes=setting.memory_bytes, server=asked.server,
+        memory_bytes=setting.memory_bytes, server=asked.server, batches=asked.batches,
     )  # fmt: skip
     warm = prompts_of.warm_up(setting.prompts, model, count=asked.warm_ups, seed=asked.seed)
     for line in words.setting(setting):
