@@ -36,7 +36,7 @@ def plan_run(model: LocalModel, workload: WorkloadSpec, resources: ResourceOptio
     planned = plan(machine)
     if planned.policy.weights_resident == 1.0:
         return planned
-    from moebatch.runtime.probe import file_bandwidth
+    from moebatch.runtime.disk_probe import file_bandwidth
 
     largest = max(model.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     return plan(replace(machine, disk_bandwidth=file_bandwidth(largest)))

@@ -160,7 +160,7 @@ def _roofs(model: LocalModel, workload: WorkloadSpec, policy: Policy, machine: M
 
 
 def _disk_bandwidth(path: Path) -> float:
-    from moebatch.runtime.probe import file_bandwidth
+    from moebatch.runtime.disk_probe import file_bandwidth
 
     return file_bandwidth(max(path.glob("*.safetensors"), key=lambda one: one.stat().st_size))
 
