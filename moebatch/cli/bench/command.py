@@ -4,118 +4,29 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from moebatch.cli import options as opt
+from moebatch.cli.bench import options as opt
 from moebatch.errors import UsageError
 
 if TYPE_CHECKING:
     from moebatch.cli.bench.grid import Asked
 
-_WHAT, _HOW, _RIVALS, _OUT = "What is measured", "How", "Baselines", "Results"
-
-Workload = Annotated[
-    str,
-    typer.Argument(metavar="WORKLOAD", help="mtbench, helm-synthetic, helm-summarization, random, a "
-                   "FILE; or compare A.json B.json."),
-]  # fmt: skip
-Files = Annotated[list[Path] | None, typer.Argument(metavar="[FILES]", help="For compare.")]
-Models = Annotated[
-    list[str] | None,
-    typer.Option("--model", "-m", help="As for run; several make a sweep.", rich_help_panel=_WHAT),
-]
-NumPrompts = Annotated[
-    str, typer.Option(help="Requests, like 64 or 16,64,256.", rich_help_panel=_WHAT)
-]
-OutputLen = Annotated[
-    str | None,
-    typer.Option("--output-len", help="Tokens a request generates, forced, like 32,64,128; default: "
-                 "the workload's.", rich_help_panel=_WHAT),
-]  # fmt: skip
-InputLen = Annotated[
-    int | None, typer.Option(help="Prompt tokens, for random.", rich_help_panel=_WHAT)
-]
-DatasetPath = Annotated[
-    Path | None,
-    typer.Option(help="MT-Bench's question file, for mtbench.", rich_help_panel=_WHAT),
-]
-Padded = Annotated[
-    bool,
-    typer.Option("--padded", help="Pad all prompts to the longest, as peers do.",
-                 rich_help_panel=_WHAT),
-]  # fmt: skip
-Seed = Annotated[int, typer.Option(help="Seed of the prompts.", rich_help_panel=_WHAT)]
-LoadFormat = Annotated[
-    str,
-    typer.Option(help="auto, or dummy: random weights made from config.json alone.",
-                 rich_help_panel=_WHAT),
-]  # fmt: skip
-Memory = Annotated[
-    str,
-    typer.Option("--memory", "--cpu-memory", help="auto, 6GiB, or 50% (of the weights); or a list.",
-                 rich_help_panel=_HOW),
-]  # fmt: skip
-Schedules = Annotated[
-    str, typer.Option("--schedule", help="One or more, like cgopipe,flexgen.", rich_help_panel=_HOW)
-]
-Repeats = Annotated[int, typer.Option("--repeats", "-r", help="Runs.", rich_help_panel=_HOW)]
-WarmUps = Annotated[
-    int, typer.Option("--num-warmups", help="Requests that do not count.", rich_help_panel=_HOW)
-]
-Timeout = Annotated[str, typer.Option(help="Longest run of an arm.", rich_help_panel=_HOW)]
-Baselines = Annotated[
-    str | None,
-    typer.Option("--baseline", help="transformers, accelerate, llama.cpp, vllm.",
-                 rich_help_panel=_RIVALS),
-]  # fmt: skip
-BaselinePython = Annotated[
-    list[str] | None,
-    typer.Option(help="bin/python of an environment with rivals (repeat); or "
-                 "MOEBATCH_BASELINE_PYTHON.", rich_help_panel=_RIVALS),
-]  # fmt: skip
-BaselineDtype = Annotated[
-    str, typer.Option(help="Data type of transformers and vLLM.", rich_help_panel=_RIVALS)
-]
-BaselineBatch = Annotated[
-    str,
-    typer.Option(help="Batch sizes of transformers and accelerate; the fastest counts.",
-                 rich_help_panel=_RIVALS),
-]  # fmt: skip
-LlamaServer = Annotated[
-    str | None, typer.Option(help="llama.cpp's llama-server.", rich_help_panel=_RIVALS)
-]
-WorkFolder = Annotated[
-    Path | None,
-    typer.Option(help="Where rivals' copies of the model and dummy weights are kept; default: a "
-                 "temporary folder.", rich_help_panel=_HOW),
-]  # fmt: skip
-OutputJson = Annotated[
-    Path | None, typer.Option(help="Write the whole record.", rich_help_panel=_OUT)
-]
-Format = Annotated[
-    str, typer.Option("--format", help="On stdout: md, json, jsonl or csv.", rich_help_panel=_OUT)
-]
-Report = Annotated[
-    Path | None,
-    typer.Option("--report", help="Write a page with all figures, one HTML file.",
-                 rich_help_panel=_OUT),
-]  # fmt: skip
-
 
 def bench(
-    workload: Workload,
-    files: Files = None,
-    model: Models = None,
-    num_prompts: NumPrompts = "64",
-    output_len: OutputLen = None,
-    input_len: InputLen = None,
-    dataset_path: DatasetPath = None,
-    padded: Padded = False,
-    seed: Seed = 0,
-    load_format: LoadFormat = "auto",
-    memory: Memory = "auto",
+    workload: opt.Workload,
+    files: opt.Files = None,
+    model: opt.Models = None,
+    num_prompts: opt.NumPrompts = "64",
+    output_len: opt.OutputLen = None,
+    input_len: opt.InputLen = None,
+    dataset_path: opt.DatasetPath = None,
+    padded: opt.Padded = False,
+    seed: opt.Seed = 0,
+    load_format: opt.LoadFormat = "auto",
+    memory: opt.Memory = "auto",
     dtype: opt.Dtype = "auto",
     quantization: opt.Quantization = "none",
     cpu_threads: opt.CpuThreads = None,
@@ -125,19 +36,19 @@ def bench(
     policy: opt.PolicyFile = "auto",
     device: opt.Device = "auto",
     gpu_memory: opt.GpuMemory = None,
-    schedule: Schedules = "auto",
-    repeats: Repeats = 3,
-    num_warmups: WarmUps = 1,
-    timeout: Timeout = "1h",
-    baseline: Baselines = None,
-    baseline_python: BaselinePython = None,
-    baseline_dtype: BaselineDtype = "bfloat16",
-    baseline_batch: BaselineBatch = "16,32,64",
-    llama_server: LlamaServer = None,
-    work_folder: WorkFolder = None,
-    output_json: OutputJson = None,
-    format_: Format = "md",
-    report: Report = None,
+    schedule: opt.Schedules = "auto",
+    repeats: opt.Repeats = 3,
+    num_warmups: opt.WarmUps = 1,
+    timeout: opt.Timeout = "1h",
+    baseline: opt.Baselines = None,
+    baseline_python: opt.BaselinePython = None,
+    baseline_dtype: opt.BaselineDtype = "bfloat16",
+    baseline_batch: opt.BaselineBatch = "16,32,64",
+    llama_server: opt.LlamaServer = None,
+    work_folder: opt.WorkFolder = None,
+    output_json: opt.OutputJson = None,
+    format_: opt.Format = "md",
+    report: opt.Report = None,
 ) -> None:
     """Measure throughput: the roofs first, then the runs, then how far apart they are.
 
