@@ -55,7 +55,8 @@ def _given(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, fixed: Overr
             "the policy is for a machine with an accelerator, and this run has none",
             hint="make one for this machine: moebatch plan DATASET --model M --save FILE",
         )
-    memory = memory_of(spec, policy, base_bytes=base_bytes, workload=workload)
+    memory = memory_of(spec, policy, base_bytes=base_bytes, workload=workload,
+                       native=machine.native)  # fmt: skip
     if memory.total > budget:
         raise NoFeasiblePolicy(
             f"this policy needs {format_bytes(memory.total)} of memory, "

@@ -19,7 +19,7 @@ from moebatch.native.extension import default_variant
 from moebatch.plan.machine import MachineSpec, loads
 
 ENVIRONMENT = "MOEBATCH_MACHINE"  # a file to be used instead of measuring
-_FORMAT = 2
+_FORMAT = 3
 
 
 def cache_directory() -> Path:

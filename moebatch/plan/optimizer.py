@@ -51,9 +51,10 @@ def num_pages(spec: ModelSpec) -> int:
 
 
 def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
-              workload: WorkloadSpec | None = None) -> MemoryPlan:  # fmt: skip
+              workload: WorkloadSpec | None = None, native: bool = False) -> MemoryPlan:  # fmt: skip
     """Peak host memory under a policy; `base_bytes` is what the process takes before any weights.
 
+    `native`: computed by the native kernels.
     Without a workload, every pass is taken to be as large as the policy allows.
     """
     attention_pages, expert_pages = resident_pages(spec, policy)
@@ -71,6 +72,7 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
             page_slots=policy.page_slots,
             kv_dtype=policy.kv_dtype,
             base_bytes=base_bytes,
+            native=native,
             **sizes,
         )
     )

@@ -51,7 +51,7 @@ class HostModel:
                  compute: str, kv_dtype: str, base_bytes: int) -> None:  # fmt: skip
         """`compute` is the data type of the products."""
         self.spec, self._workload, self._kv_dtype = spec, workload, kv_dtype
-        self._base = base_bytes
+        self._base, self._native = base_bytes, machine.native
         self.time = HostTime(spec, machine, compute=compute, kv_dtype=kv_dtype)
 
     def kv_blocks(self, batch: Amount) -> Amount:
@@ -79,6 +79,7 @@ class HostModel:
             page_slots=self.page_slots(at.attention_pages, at.expert_pages),
             kv_dtype=self._kv_dtype,
             base_bytes=self._base,
+            native=self._native,
         )
 
     def throughput(self, at: Candidates) -> Amount:

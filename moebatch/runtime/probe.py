@@ -79,6 +79,7 @@ def measure(*, directory: Path, threads: int, step: Step = lambda name: None) ->
         ),
         disk_bandwidth=disk,
         rates=rates,
+        kernels="pytorch" if kernels is None else kernels.variant,
         source=f"measured, {threads} threads, "
         + (
             f"torch {torch.__version__}" if kernels is None else f"native kernels {kernels.variant}"
@@ -115,6 +116,9 @@ def host_rates(compute: ComputeType, kernels: Kernels | None = None, *,
         "packed": _expert_curve(lambda weight: pack(weight, compute, kernels)),
         "streamed": _expert_curve(lambda weight: in_place(weight, compute, kernels), at_once=1),
     }
+    for form, curve in gemm.items():  # a neighbour only ever slows down
+        gemm[form] = curve.rising()
+    gemm["packed"] = gemm["packed"].at_least(gemm["streamed"])  # what is packed could be left as is
     step("attention")
     engine = _Hollow(compute, kernels)
     per_task, per_value = engine.around()
