@@ -6,7 +6,7 @@ from typing import Any
 from moebatch.cli.bench import svg
 from moebatch.cli.bench.svg import Frame, Picture
 
-_WIDTH, _LANE = 920.0, 34.0
+_WIDTH, _LANE, _LABEL = 920.0, 34.0, 48.0
 # What a task is called, and the class of its colour.
 _OPS = {
     "pre_attn": ("projections", "projection"), "post_attn": ("output, router", "output"),
@@ -52,11 +52,13 @@ def lanes(setting: dict[str, Any]) -> str:
 
 def _passes(picture: Picture, frame: Frame, spans: Sequence[Sequence[Any]]) -> None:
     """Where each pass begins; the first ones carry prompts."""
+    free = 0.0  # where the next label has room
     for number in sorted({span[3] for span in spans}):
-        start = min(span[4] for span in spans if span[3] == number)
-        x = frame.x(start)
+        x = frame.x(min(span[4] for span in spans if span[3] == number))
         picture.line([(x, frame.top - 6), (x, frame.bottom)], kind="pass")
-        picture.text(x + 3, frame.top - 8, f"pass {number}", kind="tick")
+        if x >= free:
+            picture.text(x + 3, frame.top - 8, f"pass {number}", kind="tick")
+            free = x + _LABEL
 
 
 def legend(setting: dict[str, Any]) -> list[tuple[str, str]]:

@@ -20,9 +20,9 @@ _NUMBERS = ("prompts", "gen_len", "N", "mu", "predicted", "measured", "% of roof
 
 def page(record: dict[str, Any]) -> str:
     """The page of a benchmark's record."""
-    body = [_header(record), _tiles(record), _throughput(record), _table(record), *_sweeps(record),
-            _roofline(record), _pick(record["settings"]), *_panels(record["settings"]),
-            _footer(record)]  # fmt: skip
+    body = [_header(record), _warning(record), _tiles(record), _throughput(record),
+            _table(record), *_sweeps(record), _roofline(record), _pick(record["settings"]),
+            *_panels(record["settings"]), _footer(record)]  # fmt: skip
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     return (
@@ -55,6 +55,17 @@ def _header(record: dict[str, Any]) -> str:
         f"<p>{escape(record['started_at'][:10])} · "
         f"<code>{escape(record['command'])}</code></p></header>"
     )
+
+
+def _warning(record: dict[str, Any]) -> str:
+    """On a busy machine rates and ratios say little: that stands above them."""
+    arms = [arm for setting in record["settings"] for arm in setting["arms"]]
+    most = max((table.others_share(arm) for arm in arms), default=0.0)
+    if most <= table.BUSY:
+        return ""
+    words = (f"Other programs took up to {most:.0%} of the processors during these runs. "
+             "Rates and ratios would be others on a quiet machine.")  # fmt: skip
+    return f'<p class="warning">{escape(words)}</p>'
 
 
 def _tiles(record: dict[str, Any]) -> str:

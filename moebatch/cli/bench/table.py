@@ -10,7 +10,7 @@ from moebatch.cli.bench.roofs import NAMES as ROOF_NAMES
 from moebatch.units import format_bytes
 
 _GIB = 1 << 30
-_BUSY = 0.05  # share of the processors that others may take before a row says so
+BUSY = 0.05  # share of the processors that others may take before a row says so
 COLUMNS = (
     "workload", "model", "prompts", "gen_len", "memory", "arm", "N", "mu", "policy",
     "predicted", "measured", "sd", "bound by", "% of roof", "peak gpu GiB", "peak cpu GiB",
@@ -65,10 +65,15 @@ def policy_words(policy: dict[str, Any]) -> str | None:
     return words if policy["attention"] == policy["ffn"] else f"{words}, attention on the host"
 
 
+def others_share(arm: dict[str, Any]) -> float:
+    """The largest share of the processors that other programs took during an arm's runs."""
+    return max((run.get("others_share") or 0.0 for run in arm["runs"]), default=0.0)
+
+
 def _note(setting: dict[str, Any], arm: dict[str, Any]) -> str | None:
     parts = [arm["reason"], arm["note"] if arm["tok_s"] else None]
-    busy = max((run.get("others_share") or 0.0 for run in arm["runs"]), default=0.0)
-    if busy > _BUSY:
+    busy = others_share(arm)
+    if busy > BUSY:
         parts.append(f"other programs took {busy:.0%} of the processors")
     if arm["tok_s"] and setting["memory_bytes"] and not arm["memory_limited"]:
         parts.append("memory not limited from outside")

@@ -61,6 +61,7 @@ def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: fl
     for reader in readers:
         reader.start()
     samples: list[tuple[float, int]] = []
+    own: dict[int, int] = {}  # clock ticks of every process below us, as last seen
     peak = 0
     try:
         while process.poll() is None:
@@ -69,7 +70,9 @@ def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: fl
                 errors.append(f"ended after {timeout_s:.0f} s: it takes too long")
                 _end(process)
                 break
-            if size := tree_bytes(process.pid):
+            size, ticks = tree(process.pid)
+            own.update(ticks)
+            if size:
                 samples.append((now, size))
                 peak = max(peak, size, _high_water(process.pid))
             time.sleep(_EVERY_S)
@@ -82,53 +85,57 @@ def watch(command: Sequence[str], *, cap: MemoryCap | None = None, timeout_s: fl
     return Watched(
         code=process.wait(), events=tuple(events), error=_reason(errors, process.returncode),
         peak_bytes=peak or None, samples=thinned(samples), started_at=started_at,
-        capped=cap is not None, others_share=_others_share(before, time.time() - started_at),
+        capped=cap is not None,
+        others_share=_others_share(before, own, time.time() - started_at),
     )  # fmt: skip
 
 
-def _processor_s() -> tuple[float, float] | None:
-    """Processor seconds of everything on the machine, and of our own ended children."""
+def _processor_s() -> float | None:
+    """Processor seconds of everything on the machine."""
     try:
         fields = (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq = map(float, fields[:7])
     except (OSError, ValueError):
         return None
-    ours = os.times()
-    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    return busy, ours.children_user + ours.children_system
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _others_share(before: tuple[float, float] | None, wall_s: float) -> float | None:
-    """Of the processors' time since then, what neither ended children nor idling took."""
+def _others_share(before: float | None, own: Mapping[int, int], wall_s: float) -> float | None:
+    """Of the processors' time since then, what neither the watched processes nor idling took."""
     after = _processor_s()
     if before is None or after is None or wall_s <= 0:
         return None
-    others = (after[0] - before[0]) - (after[1] - before[1])
+    others = after - before - sum(own.values()) / os.sysconf("SC_CLK_TCK")
     return min(1.0, max(0.0, others / wall_s / (os.cpu_count() or 1)))
 
 
-def tree_bytes(root: int) -> int:
-    """Resident bytes of a process and all below it; 0 where the system does not tell."""
+def tree(root: int) -> tuple[int, dict[int, int]]:
+    """Resident bytes of a process and all below it, and clock ticks that each of them has had;
+    nothing where the system does not tell."""
     children: dict[int, list[int]] = {}
+    had: dict[int, int] = {}
     try:
         entries = [name for name in os.listdir(_PROC) if name.isdecimal()]
     except OSError:
-        return 0
+        return 0, {}
     for name in entries:
         try:
-            parent = int((_PROC / name / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            fields = (_PROC / name / "stat").read_text().rsplit(")", 1)[1].split()
+            parent, had[int(name)] = int(fields[1]), int(fields[11]) + int(fields[12])
         except (OSError, ValueError, IndexError):  # it has ended meanwhile
             continue
         children.setdefault(parent, []).append(int(name))
     page, total, waiting = os.sysconf("SC_PAGE_SIZE"), 0, [root]
+    ticks: dict[int, int] = {}
     while waiting:
         one = waiting.pop()
         waiting += children.get(one, [])
+        ticks[one] = had.get(one, 0)
         try:
             total += int((_PROC / str(one) / "statm").read_text().split()[1]) * page
         except (OSError, ValueError, IndexError):
             continue
-    return total
+    return total, ticks
 
 
 def thinned(samples: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
