@@ -12,8 +12,12 @@ from typing import Any
 import typer
 
 from moebatch import __version__
+<<<<<<< HEAD
 from moebatch.cli import convert, doctor, merge, models, plan, report, retry, run, status, validate
 from moebatch.cli.bench.command import bench
+=======
+from moebatch.cli import convert, doctor, merge, models, plan, replay, retry, run, status, validate
+>>>>>>> main
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -36,6 +40,7 @@ app.command(
 app.command("report", epilog="Exit codes: 0 shown, 6 no report, 7 not found.")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
+app.command("replay", epilog="Exit codes: 0 compared, 2 usage, 6 no routing trace.")(replay.replay)
 app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(
     validate.validate
 )

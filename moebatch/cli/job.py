@@ -23,8 +23,15 @@ from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, Resou
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
-from moebatch.cli.planning import overridden, plan_line, plan_run
+from moebatch.cli.planning import (
+    overridden,
+    plan_line,
+    plan_run,
+    with_actual_dtype,
+    workload_of,
+)
 from moebatch.cli.progress import State, View
+from moebatch.cli.regime import refuse_on_device, routing_of
 from moebatch.cli.stop import Stop
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.manifest import Manifest
@@ -39,7 +46,6 @@ from moebatch.data.writer import OutputWriter
 from moebatch.errors import DeviceMemoryFull, Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
-from moebatch.model.stored import locate
 from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
@@ -89,6 +95,9 @@ class Job:
                 others = [] if out.error_file is None else [str(out.error_file)]
                 check_beside(out.report_file, option="--report", output=out.path,
                              inputs=[*dataset.files, *others])  # fmt: skip
+            if (trace := self.resources.regime.routing_trace) is not None:
+                check_beside(trace, option="--routing-trace", output=out.path,
+                             inputs=dataset.files)  # fmt: skip
             checkpoint.check(self.model.parts())
             survey = dataset.survey(
                 on_duplicate=self.rows.on_duplicate,
@@ -202,7 +211,9 @@ class Job:
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
-        workload = _workload(head, num_rows)
+        workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
+        if device is not None:
+            refuse_on_device(self.resources.regime)
         plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
                                 budget=budget, share=share,
                                 attention=work.attention_before())  # fmt: skip
@@ -211,23 +222,25 @@ class Job:
         work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
                           "attention": plan.policy.attention, "kernels": how.variant,
                           "quantization": how.quantization})  # fmt: skip
-        with Engine(
-            checkpoint,
-            spec=self.model.spec,
-            family=self.model.family,
-            policy=plan.policy,
-            open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.max_model_len,
-            compute=how.compute,
-            kernels=how.kernels,
-            quantization=how.quantization,
-            device=device,
-            stats=stats,
-            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
-            interrupted=flow.stop.requested,
-        ) as engine:
+        with (
+            routing_of(self.model, self.resources.regime) as routing,
+            Engine(
+                checkpoint,
+                spec=self.model.spec,
+                family=self.model.family,
+                policy=plan.policy,
+                **self._text(tokenizer),
+                compute=how.compute,
+                kernels=how.kernels,
+                quantization=how.quantization,
+                device=device,
+                stats=stats,
+                profile=routing.profile,
+                log=routing.log,
+                traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+                interrupted=flow.stop.requested,
+            ) as engine,
+        ):
             try:
                 with flow.stop.immediate():
                     engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
@@ -239,6 +252,16 @@ class Job:
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
+                routing.learn(engine.expert_tokens)
+
+    def _text(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What an engine needs to know of text."""
+        return {
+            "open_stream": lambda skip: tokenizer.stream(skip_special_tokens=skip),
+            "decode": lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+            "eos_token_ids": self.model.eos_token_ids,
+            "max_model_len": self.max_model_len,
+        }
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
               threads: int, budget: int, share: float,
@@ -258,7 +281,8 @@ class Job:
         fixed = replace(resources.overrides, attention=attention)
         fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
                           compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
-                          budget=budget, base_bytes=base, share=share)  # fmt: skip
+                          budget=budget, base_bytes=base, share=share,
+                          regime=resources.regime)  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
@@ -295,8 +319,10 @@ class Job:
             ),
             passes=done.passes,
             disk_read_bytes=done.disk_read_bytes,
+            loaded_bytes=done.loaded_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
+            expert_cache=done.expert_cache,
             warnings=[*flow.warnings, *done.warnings],
         )
 
@@ -316,8 +342,10 @@ class Computed:
     decode_s: float = 0.0
     passes: int = 0
     disk_read_bytes: int = 0
+    loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float] = field(default_factory=dict)
     expert_tokens: Sequence[Sequence[int]] = ()
+    expert_cache: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
@@ -336,8 +364,10 @@ class Computed:
             decode_s=stats.decode_s,
             passes=stats.passes,
             disk_read_bytes=engine.disk_read_bytes,
+            loaded_bytes=stats.loaded_bytes,
             lane_busy_s={lane.value: busy for lane, busy in stats.lane_busy_s.items()},
             expert_tokens=engine.expert_tokens,
+            expert_cache=None if engine.regime is None else engine.regime.to_dict(),
         )
 
     @classmethod
@@ -356,6 +386,7 @@ class _Done:
     stats: "EngineStats | None" = None
 
 
+<<<<<<< HEAD
 def with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
     """The data type that the experts really have: config.json is often wrong about it.
 
@@ -383,6 +414,8 @@ def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
     return looked_at.of_size(max(len(lengths), round(num_rows * len(lengths) / len(head))))
 
 
+=======
+>>>>>>> main
 def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:
     expected = None if total is None else int(total * workload.mean_gen)
     return State(

@@ -245,6 +245,31 @@ WeightsResident = Annotated[
     typer.Option(help="Share of the weights kept in memory: auto or 0..1.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+RegimeName = Annotated[
+    str,
+    typer.Option("--regime", help="auto, stream (whole layers), cache (experts as tokens ask).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+ExpertCache = Annotated[
+    str,
+    typer.Option(help="Experts kept in the cache regime: auto, 96 or 2GiB.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Eviction = Annotated[
+    str,
+    typer.Option(help="Who leaves a full cache: auto, lru, lfu or mrs.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+PrefetchLayers = Annotated[
+    int | None,
+    typer.Option(help="Layers whose experts are predicted and read ahead; default 3.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+RoutingTrace = Annotated[
+    Path | None,
+    typer.Option(help="Record which experts tokens chose, for moebatch replay.",
+                 rich_help_panel=_REPORTING),
+]  # fmt: skip
 Quantization = Annotated[
     str,
     typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
@@ -327,6 +352,8 @@ CHOICES = {
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),
+    "regime": ("auto", "stream", "cache"),
+    "eviction": ("auto", "lru", "lfu", "mrs"),
 }
 
 
