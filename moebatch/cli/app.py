@@ -12,12 +12,20 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-<<<<<<< HEAD
-from moebatch.cli import convert, doctor, merge, models, plan, report, retry, run, status, validate
+from moebatch.cli import (
+    convert,
+    doctor,
+    merge,
+    models,
+    plan,
+    replay,
+    report,
+    retry,
+    run,
+    status,
+    validate,
+)
 from moebatch.cli.bench.command import bench
-=======
-from moebatch.cli import convert, doctor, merge, models, plan, replay, retry, run, status, validate
->>>>>>> main
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows

@@ -386,36 +386,6 @@ class _Done:
     stats: "EngineStats | None" = None
 
 
-<<<<<<< HEAD
-def with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
-    """The data type that the experts really have: config.json is often wrong about it.
-
-    What is quantised is decoded to the type of the embedding.
-    """
-    layer = model.spec.last_sparse
-    part = model.family.expert_parts(model.spec, layer, 0)[0]
-    stored = locate(checkpoint, part.sources[0])
-    if stored.kind != "plain":
-        stored = locate(checkpoint, model.family.vocabulary_parts(model.spec)[0].sources[0])
-    dtype = stored.entries[0].dtype
-    return replace(model, spec=replace(model.spec, weight_dtype=dtype))
-
-
-def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
-    """Lengths of the first rows, each of a row's choices a sequence of its own, for all rows."""
-    lengths = [
-        (len(request.prompt_token_ids), request.params.max_tokens or 1)
-        for request in head
-        for _ in range(request.params.n)
-    ]
-    looked_at = WorkloadSpec.measure(lengths, complete=True)
-    if len(head) < _PEEKED_ROWS:
-        return looked_at
-    return looked_at.of_size(max(len(lengths), round(num_rows * len(lengths) / len(head))))
-
-
-=======
->>>>>>> main
 def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:
     expected = None if total is None else int(total * workload.mean_gen)
     return State(

@@ -22,8 +22,7 @@ from moebatch.cli.accelerator import (
 from moebatch.cli.asked import ResourceOptions
 from moebatch.cli.bench.roofs import roofs_of, streams
 from moebatch.cli.bench.task import Task, read_rows
-from moebatch.cli.job import with_actual_dtype
-from moebatch.cli.planning import overridden, plan_run
+from moebatch.cli.planning import overridden, plan_run, with_actual_dtype
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.requests import Completion, Request, SamplingParams
 from moebatch.errors import MoebatchError
