@@ -43,6 +43,7 @@ def open_engine(
     *,
     compute: Any = "float32",
     device: Any = None,
+    speculator: Any = None,
     interrupted: Callable[[], bool] = lambda: False,
     **changes: Any,
 ) -> Iterator[Engine]:
@@ -62,6 +63,7 @@ def open_engine(
             compute=compute,
             interrupted=interrupted,
             device=device,
+            speculator=speculator,
         ) as engine,
     ):
         engine.load(threads=2)

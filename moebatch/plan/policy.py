@@ -11,6 +11,7 @@ from moebatch.errors import UsageError
 from moebatch.plan.model_spec import DTYPE_BYTES
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.schedule import Processor
+from moebatch.plan.speculation import MAX_DRAFT_TOKENS
 
 KV_BLOCK_TOKENS = 16
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ class Policy:
     With an accelerator: `prefill_micro_batch_size` requests share a call in prefill,
     `experts_grouped` micro-batches one visit to an expert, and `weights_on_disk` is the share of the
     pages that host memory cannot hold. `weight_dtype` None: as the checkpoint stores them.
+    `draft_tokens` is how many drafts a row may bring into a pass, 0 where none are made.
     """
 
     batch_size: int
@@ -49,6 +51,7 @@ class Policy:
     experts_grouped: int = 1
     weights_on_disk: float = 0.0
     weight_dtype: str | None = None
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""
@@ -64,6 +67,9 @@ class Policy:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
                 raise UsageError(f"policy: {name} is {value!r}, must be 0 to 1")
+        drafts = self.draft_tokens
+        if type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"policy: draft_tokens is {drafts!r}, must be 0 to {MAX_DRAFT_TOKENS}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"policy: {name} is {getattr(self, name)!r}",
@@ -114,6 +120,7 @@ class Overrides:
     attention: Processor | None = None
     ffn: Processor | None = None
     kv_resident: float | None = None
+    draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""

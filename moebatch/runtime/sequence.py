@@ -26,12 +26,19 @@ class Sequence:
         self.blocks = BlockTable()
         self.micro_batch = -1
         self.finish: Finish | None = None
+        self.trusts_drafts = True  # until one may have made logits that are not finite
 
     @property
     def max_len(self) -> int:
         """Tokens that it may hold in the KV cache: the last token generated never enters it."""
         assert self.request.params.max_tokens is not None
         return len(self.prompt) + self.request.params.max_tokens - 1
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still generate."""
+        assert self.request.params.max_tokens is not None
+        return self.request.params.max_tokens - len(self.generated)
 
     @property
     def remaining_prompt(self) -> int:
@@ -81,25 +88,31 @@ class Sequence:
             forbidden_token_ids=self._checker.forbidden_token_ids,
         )
 
-    def segments(self, max_tokens: int, *, one_by_one: bool = True) -> list[Segment]:
-        """What this sequence computes next, at most `max_tokens` tokens, in order.
+    def segments(self, max_tokens: int, *, one_by_one: bool = True,
+                 drafts: tuple[int, ...] = ()) -> list[Segment]:  # fmt: skip
+        """What this sequence computes next, at most `max_tokens` tokens and the drafts, in order.
 
         Tokens that `resume` brought come one by one, though in one pass: they go through the
         arithmetic of decoding as they did when they were generated, so what follows is the same to
-        the last bit wherever the kernels do not depend on the batch. Not `one_by_one`: as one
-        segment, like a prompt, for a backend that takes no more than one of a sequence.
+        the last bit wherever the kernels do not depend on the batch; and so do `drafts` behind the
+        token that decodes. Not `one_by_one`: as one segment, like a prompt, for a backend that takes
+        no more than one of a sequence.
         """
         start, end = self.computed, min(self.computed + max_tokens, len(self._prefill))
         if start >= len(self._prefill):
-            return [self._segment(self.generated[-1:], start)]
+            ids = [self.generated[-1], *drafts]
+            if not one_by_one:
+                return [self._segment(ids, start, wanted=len(ids))]
+            return [self._segment([token], start + k) for k, token in enumerate(ids)]
         if not one_by_one:
             return [self._segment(self._prefill[start:end], start)]
         split = min(end, max(start, len(self.prompt)))
         prompt = [self._segment(self.prompt[start:split], start)] if split > start else []
         return prompt + [self._segment(self._prefill[k : k + 1], k) for k in range(split, end)]
 
-    def _segment(self, ids: list[int], start: int) -> Segment:
-        return Segment(token_ids=tuple(ids), start=start, blocks=self.blocks, max_len=self.max_len)
+    def _segment(self, ids: list[int], start: int, wanted: int = 1) -> Segment:
+        return Segment(token_ids=tuple(ids), start=start, blocks=self.blocks, max_len=self.max_len,
+                       wanted=wanted)  # fmt: skip
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Take a sampled token; `finish` is set when it was the last."""
