@@ -6,41 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drafts import Oracle, model_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_engine import POLICY, open_engine, request, run, tokens
 from safetensors.torch import load_file, save_file
 
 from moebatch.data.requests import Completion, Generated
-from moebatch.runtime.drafts import NO_DRAFT, Draft, NgramSource, longest_match
+from moebatch.runtime.drafts import NO_DRAFT, NgramSource, longest_match
 from moebatch.runtime.speculative import Speculator
-
-
-class Oracle:
-    """Knows the answers, and errs as often as it is told to."""
-
-    free = True
-
-    def __init__(self, answers, *, right: float = 1.0, wrong: int | None = None, seed: int = 0):
-        self._answers, self._right, self._wrong = answers, right, wrong
-        self._random = random.Random(seed)
-
-    def propose(self, sequences, most):
-        return [self._draft(s, count) for s, count in zip(sequences, most, strict=True)]
-
-    def _draft(self, sequence, count):
-        if count < 1:
-            return NO_DRAFT
-        done = len(sequence.generated)
-        answer = self._answers[sequence.request.index][sequence.choice][done : done + count]
-        ids = [t if self._random.random() < self._right else self._other(t) for t in answer]
-        return Draft(token_ids=tuple(ids), kinds=(0,) * len(ids))
-
-    def _other(self, token: int) -> int:
-        return (token + 1) % 97 if self._wrong is None else self._wrong
-
-    def close(self) -> None:
-        self._answers = None
 
 
 def rows(count: int, *, rng: int = 0, longest: int = 45, **params):
@@ -273,3 +247,77 @@ def test_an_ngram_that_reaches_the_end_goes_on_as_a_loop() -> None:
     assert source.propose([row], [0]) == [NO_DRAFT]
     row.generated.extend([2, 3, 9, 4] * 9 + [2])
     assert source.propose([row], [3])[0].token_ids == (3, 9, 4)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=lambda p: "-".join(p) or "greedy")
+@pytest.mark.parametrize("draft", ["mixtral", "qwen2"])
+def test_a_draft_model_changes_no_answer(draft, params, tiny_models) -> None:
+    """The target as its own draft is always right: it draws with the same noise."""
+    path = tiny_models("mixtral")[1]
+    work = rows(7, rng=4, **params)
+    expected = run(path, work)
+    with model_source(tiny_models(draft)[1]) as source:
+        done, stats, _ = speculated(path, work, source)
+        assert done == expected
+        source.propose([], [])
+        assert source._kv.num_free == source._kv.num_blocks
+    rate = stats.accepted / stats.drafted
+    if draft == "mixtral" and not params.get("stop") and params.get("ignore_eos", True):
+        assert rate == 1
+    elif draft == "qwen2" and "logit_bias" not in params:
+        assert rate < 0.3
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kv_blocks=st.integers(1, 12),
+    prefill_tokens=st.integers(1, 40),
+    most=st.integers(1, 9),
+    batch_size=st.integers(1, 12),
+)
+def test_a_draft_model_with_little_room(tiny_models, kv_blocks, prefill_tokens, most, batch_size):
+    """Rows that its cache has no room for go without drafts; what is kept is what was right."""
+    path = tiny_models("mixtral")[1]
+    work = rows(8, rng=5, temperature=0.9)
+    expected = run(path, work)
+    with model_source(path, kv_blocks=kv_blocks, prefill_tokens=prefill_tokens) as source:
+        done, stats, _ = speculated(path, work, source, most=most, batch_size=batch_size)
+    assert tokens(done) == tokens(expected)
+    assert stats.accepted == stats.drafted
+
+
+def test_rejected_guesses_leave_no_trace_in_the_draft_model(tiny_models) -> None:
+    """After a rejection it goes on as if it had read the right text: the drafts of a fresh one."""
+    path = tiny_models("mixtral")[1]
+    work = [request(0, [5, 6, 7], max_tokens=60, temperature=1.2)]
+    seen = []
+
+    class Both:
+        free = False
+
+        def __init__(self, old):
+            self._old = old
+
+        def propose(self, sequences, most):
+            with model_source(tiny_models("llama")[1]) as fresh:
+                seen.append((self._old.propose(sequences, most), fresh.propose(sequences, most)))
+                fresh.close()
+            return seen[-1][0]
+
+        def close(self):
+            self._old.close()
+
+    with model_source(tiny_models("llama")[1]) as old:
+        _, stats, _ = speculated(path, work, Both(old))
+    assert stats.accepted < stats.drafted
+    assert all(a[0].token_ids == b[0].token_ids for a, b in seen)
+
+
+def test_tokens_beyond_either_vocabulary_are_not_drafted(tiny_models) -> None:
+    path = tiny_models("mixtral")[1]
+    work = rows(5, rng=3, temperature=1.0)
+    expected = run(path, work)
+    with model_source(path, vocab_size=40) as source:
+        done, stats, _ = speculated(path, work, source)
+    assert tokens(done) == tokens(expected)
+    assert 0 < stats.accepted == stats.drafted

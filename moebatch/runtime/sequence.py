@@ -1,5 +1,7 @@
 """The state of one choice of one request while it is in flight."""
 
+from dataclasses import replace
+
 from moebatch.data.requests import Choice, Generated, Request, TokenLogprob
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 from moebatch.runtime.batch import Segment
@@ -18,6 +20,11 @@ class Sequence:
         """A sequence that has not been prefilled; `choice` counts the request's answers."""
         self.request, self.choice, self._checker = request, choice, checker
         self._row_key = row_key(request.id)
+        params = request.params
+        self._guessing = replace(params, logprobs=None)
+        self._penalised = params.repetition_penalty != 1 or bool(
+            params.presence_penalty or params.frequency_penalty
+        )
         self.prompt = list(request.prompt_token_ids)
         self._prefill = self.prompt
         self.generated: list[int] = []
@@ -87,6 +94,24 @@ class Sequence:
             generated_token_ids=self._checker.token_ids,
             forbidden_token_ids=self._checker.forbidden_token_ids,
         )
+
+    def guessing_state(self, guesses: list[int]) -> SamplingState:
+        """The same for a draft, were its `guesses` right; no log-probabilities are wanted of it."""
+        length = len(self.generated) + len(guesses)
+        return replace(
+            self.sampling_state(),
+            params=self._guessing,
+            position=length,
+            generated_token_ids=[*self.generated, *guesses] if self._penalised else (),
+            forbidden_token_ids=self._checker.forbidden_after(length),
+        )
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Prompt and answer so far, from position `start` on."""
+        prompt = len(self.prompt)
+        if start >= prompt:
+            return self.generated[start - prompt :]
+        return self.prompt[start:] + self.generated
 
     def segments(self, max_tokens: int, *, one_by_one: bool = True,
                  drafts: tuple[int, ...] = ()) -> list[Segment]:  # fmt: skip
