@@ -3,7 +3,7 @@
 MoebatchError
   UsageError          exit 2    options that contradict each other or cannot be understood
   TooManyErrors       exit 4    stopped by --max-errors, --fail-fast, or 20 equal errors at the start
-  NoFeasiblePolicy    exit 5    no policy fits the memory
+  NoFeasiblePolicy    exit 5    no policy fits the memory; subclass: the accelerator's ran out
   InputError          exit 6    the data set as a whole: missing columns, empty, unreadable;
                                 subclass: not found (7)
   ModelError          exit 7    not found, gated, offline, broken, or an unsupported architecture
@@ -41,6 +41,10 @@ class NoFeasiblePolicy(MoebatchError):
     """The memory is too small for any policy; the hint names the smallest that would do."""
 
     exit_code = 5
+
+
+class DeviceMemoryFull(NoFeasiblePolicy):
+    """The accelerator had less memory than the plan thought; a smaller plan may do."""
 
 
 class InputError(MoebatchError):

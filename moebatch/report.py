@@ -94,6 +94,7 @@ class Report:
     disk_read_bytes: int
     lane_busy_s: Mapping[str, float]
     expert_tokens: Sequence[Sequence[int]]
+    speculation: Mapping[str, Any] | None = None
     warnings: Sequence[str]
 
     @property
@@ -155,6 +156,7 @@ class Report:
             "passes": self.passes,
             "predicted_vs_measured": self._compared(),
             "moe": expert_load(self.expert_tokens) if self.spec.has_router else None,
+            "speculation": None if self.speculation is None else dict(self.speculation),
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
             "warnings": list(self.warnings),
@@ -190,6 +192,11 @@ class Report:
             lines.append(
                 f"predicted {self.plan.job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
                 f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
+            )
+        if guessed := self.speculation:
+            lines.append(
+                f"drafts ({guessed['source']}): {guessed['accepted']:,} of {guessed['drafted']:,} "
+                f"accepted · {guessed['tokens_per_pass'] or 1:.2f} tokens per row and pass"
             )
         if self.kept.total:
             lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")

@@ -293,7 +293,7 @@ def test_rejected_guesses_leave_no_trace_in_the_draft_model(tiny_models) -> None
     seen = []
 
     class Both:
-        free = False
+        name, free = "both", False
 
         def __init__(self, old):
             self._old = old

@@ -1,27 +1,34 @@
 """What a run was asked to do with an accelerator, and its trace file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moebatch.errors import NoFeasiblePolicy, UsageError
 from moebatch.plan.calibrate import predicted
 from moebatch.plan.device_fit import (
+    ON_DEVICE,
     DevicePlan,
     device_memory,
-    fit,
+    disk_layers,
     host_memory,
+    settle,
     with_disk_layers,
 )
+from moebatch.plan.machine import MachineSpec
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import Plan, memory_of
+from moebatch.plan.optimizer import memory_of
+from moebatch.plan.outlook import Limits, look, predicted_throughput
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.policy import Overrides, Policy
+from moebatch.plan.schedule import Processor
 from moebatch.plan.timeline import chrome_trace
+from moebatch.plan.workload import WorkloadSpec
 from moebatch.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
 
@@ -30,16 +37,21 @@ TRACED_PASSES = 64  # the first ones: a trace of a whole job would not open
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorOptions:
-    """`schedule` None: what suits the device. `memory_bytes` None: all that it has."""
+    """`schedule` None: what suits the device. `memory_bytes` None: all that it has.
+
+    `replans`: whether a run goes on with a smaller plan when the device's memory runs out.
+    """
 
     device: str = "auto"
     schedule: str | None = None
     memory_bytes: int | None = None
     trace: Path | None = None
+    replans: bool = True
 
 
 def accelerator_options(device: str, *, schedule: str, gpu_memory: str | None,
-                        trace: Path | None) -> AcceleratorOptions:  # fmt: skip
+                        trace: Path | None, on_oom: str = "replan",
+                        ) -> AcceleratorOptions:  # fmt: skip
     """The options, checked as far as that goes without looking at the machine.
 
     Raises: UsageError for a schedule that does not exist, or a trace that cannot be written.
@@ -49,7 +61,10 @@ def accelerator_options(device: str, *, schedule: str, gpu_memory: str | None,
                          hint="one of: auto, zigzag, " + ", ".join(STYLES))  # fmt: skip
     if trace is not None and (trace.is_dir() or not trace.absolute().parent.is_dir()):
         raise UsageError(f"--trace {trace} cannot be written: no such folder, or it is one")
+    if on_oom not in ("replan", "fail"):
+        raise UsageError(f"--on-oom {on_oom} is neither replan nor fail")
     return AcceleratorOptions(
+        replans=on_oom == "replan",
         device=device,
         schedule=None if schedule == "auto" else schedule,
         memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
@@ -64,43 +79,78 @@ def open_accelerator(options: AcceleratorOptions) -> "Device | None":
     """
     from moebatch.runtime.devices import open_device
 
-    device = open_device(options.device, memory_bytes=options.memory_bytes)
-    if device is None and options.schedule not in (None, "zigzag"):
+    check_accelerator(options)
+    return open_device(options.device, memory_bytes=options.memory_bytes)
+
+
+def check_accelerator(options: AcceleratorOptions) -> None:
+    """Raises: UsageError when the device is not there, or the schedule is none for it."""
+    from moebatch.runtime.devices import find_device
+
+    kind, _ = find_device(options.device, memory_bytes=options.memory_bytes)
+    if kind == "cpu" and options.schedule not in (None, "zigzag"):
         raise UsageError(
             f"--schedule {options.schedule} needs an accelerator, and --device is {options.device}",
             hint="leave --schedule away, or name a device: --device emulated:t4",
         )
-    if device is not None and options.schedule == "zigzag":
+    if kind != "cpu" and options.schedule == "zigzag":
         raise UsageError("--schedule zigzag is for the host alone",
                          hint="use --device cpu, or one of: " + ", ".join(STYLES))  # fmt: skip
-    return device
 
 
-def fit_to(device: "Device", spec: ModelSpec, plan: Plan, *, schedule: str | None,
-           fixed: Overrides, budget: int) -> DevicePlan:  # fmt: skip
-    """The plan with an accelerator: the host's batch, its policy and memory fitted to the device.
+def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec,
+             compute: "ComputeType", schedule: str | None, fixed: Overrides, budget: int,
+             base_bytes: int, share: float = 1.0) -> DevicePlan:  # fmt: skip
+    """The best policy for this machine with this accelerator, by the hierarchical roofline model.
 
-    What host memory cannot hold of the streamed weights stays on disk, in whole layers.
+    The accelerator is measured first; `machine` are the host's figures. `share` of the device's
+    memory is planned with. What host memory cannot hold of the streamed weights stays on disk.
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
-    policy = fit(
-        spec,
-        plan.policy,
-        schedule=schedule or "cgopipe",
-        device_bytes=device.memory.limit,
-        micro_batch_size=fixed.micro_batch_size,
-        weights_resident=fixed.weights_resident,
-    )
-    for on_disk in range(spec.num_layers + 1):
-        found = with_disk_layers(spec, policy, on_disk)
-        memory = host_memory(spec, found, plan.memory, emulated=device.emulated)
+    from moebatch.runtime.probe_device import measure_device
+
+    processor, link, back = measure_device(device, dtype=spec.weight_dtype, compute=compute)
+    machine = replace(machine, accelerator=processor, link=link, link_back=back)
+    attention: Processor = "gpu" if schedule in ON_DEVICE else "cpu"
+    fixed = replace(fixed, kv_dtype=fixed.kv_dtype or spec.weight_dtype,
+                    attention=attention if schedule else fixed.attention)  # fmt: skip
+    device_bytes = int(share * device.memory.limit)
+    limits = Limits(host=budget, accelerator=device_bytes, reserve=0, usable=1.0)
+    asked = fixed
+    while True:
+        outlook = look(spec, workload, machine, limits=limits, compute=compute, fixed=fixed)
+        for policy in (outlook.policy, *(other for other, _ in outlook.alternatives)):
+            found = settle(spec, policy, schedule=schedule or policy.schedule, fixed=asked,
+                           device_bytes=device_bytes)  # fmt: skip
+            plan = found and _with_host(spec, found, budget=budget, base_bytes=base_bytes,
+                                        emulated=device.emulated)  # fmt: skip
+            if plan:
+                if device.emulated:  # which computes with the host's own cores
+                    return plan
+                rate = predicted_throughput(spec, workload, machine, plan.policy)
+                return replace(plan, throughput=rate)
+        half = outlook.policy.batch_size // 2
+        if asked.batch_size is not None or half == 0:
+            raise NoFeasiblePolicy(
+                f"no policy for this model fits {format_bytes(device_bytes)} of accelerator memory "
+                f"and {format_bytes(budget)} of host memory",
+                hint="raise --gpu-memory or --memory, lower --batch-size, or use --device cpu",
+            )
+        fixed = replace(fixed, batch_size=half)
+
+
+def _with_host(spec: ModelSpec, policy: Policy, *, budget: int, base_bytes: int,
+               emulated: bool) -> DevicePlan | None:  # fmt: skip
+    """The policy with as few layers on disk as host memory allows, None where it never does."""
+    on_host = memory_of(spec, policy, base_bytes=base_bytes)
+    for count in range(disk_layers(spec, policy), spec.num_layers + 1):
+        found = with_disk_layers(spec, policy, count)
+        memory = host_memory(spec, found, on_host, emulated=emulated)
         if memory.total <= budget:
             return DevicePlan(policy=found, memory=memory)
-    raise NoFeasiblePolicy(
-        f"with this accelerator the run needs {format_bytes(memory.total)} of host memory, "
-        f"the budget is {format_bytes(budget)}",
-        hint="raise --memory, or lower --batch-size",
-    )
+        if policy.ffn == "cpu":  # what the host computes must be in its memory
+            return None
+    return None
 
 
 def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int,
@@ -136,8 +186,10 @@ def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> s
     return (
         f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
         f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "
+        f"attention on {policy.attention}, experts on {policy.ffn} · "
         f"weights resident {policy.weights_resident:.0%} · planned host memory "
         f"{format_bytes(plan.memory.total)} of {format_bytes(budget)}"
+        + (f" · at most {plan.throughput:.1f} tok/s" if plan.throughput else "")
     )
 
 

@@ -1,32 +1,34 @@
 """One run from files to files: read rows, plan, let the engine compute, write what comes out."""
 
-import sys
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from moebatch.cli import prompts
 from moebatch.cli.accelerator import (
     TRACED_PASSES,
     AcceleratorOptions,
+    check_accelerator,
     device_line,
-    fit_to,
     given_plan,
     open_accelerator,
+    plan_for,
     write_trace,
 )
 from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, ResourceOptions
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
+from moebatch.cli.model_dtype import with_actual_dtype
 from moebatch.cli.planning import overridden, plan_line, plan_run
 from moebatch.cli.progress import State, View
+from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.stop import Stop
-from moebatch.data import durable
+from moebatch.cli.this_machine import this_machine
 from moebatch.data.manifest import Manifest
 from moebatch.data.output_rows import RowFormat
 from moebatch.data.parse import RequestBuilder
@@ -34,25 +36,26 @@ from moebatch.data.places import check_beside, check_output
 from moebatch.data.reader import peek
 from moebatch.data.requests import RawRow, Request, RowError
 from moebatch.data.rows_file import RowsFile
-from moebatch.data.side import side_path
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.data.writer import OutputWriter
-from moebatch.errors import Interrupted
+from moebatch.errors import DeviceMemoryFull, Interrupted
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel
-from moebatch.model.stored import locate
 from moebatch.plan.device_fit import DevicePlan
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.optimizer import Plan
 from moebatch.plan.policy import Overrides
+from moebatch.plan.schedule import Processor
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
+    from moebatch.model.linear import ComputeType
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
 
+_LESS_MEMORY, _LEAST_MEMORY = 0.85, 0.25  # of the accelerator's, planned with after it ran out
 _PEEKED_ROWS = 1000  # rows that are looked at before the batch is planned
 
 
@@ -68,6 +71,7 @@ class Job:
     resources: ResourceOptions
     accelerator: AcceleratorOptions = field(default_factory=AcceleratorOptions)
     keep: KeepOptions = field(default_factory=KeepOptions)
+    speculation: Speculation = field(default_factory=Speculation)
 
     def execute(self, view: View, stop: Stop) -> Report:
         """Run it; the report also when rows failed, or when it was stopped with its work kept.
@@ -76,6 +80,8 @@ class Job:
         work to keep.
         """
         out = self.output
+        if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
+            check_accelerator(self.accelerator)  # before there is a side directory
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
@@ -89,7 +95,7 @@ class Job:
                 on_duplicate=self.rows.on_duplicate,
                 progress=lambda rows: view.note(f"checking · {rows:,} rows"),
             )
-            job = replace(self, model=_with_actual_dtype(self.model, checkpoint))
+            job = replace(self, model=with_actual_dtype(self.model, checkpoint))
             with stop.deferred():
                 return job._execute(checkpoint, view, stop, dataset.rows(survey),
                                     out.rows_file(survey, self.rows.shard))  # fmt: skip
@@ -160,8 +166,31 @@ class Job:
     ) -> None:  # fmt: skip
         """Plan from the first rows, load, and run. `done` is filled in also when that is stopped.
 
+        Where the accelerator's memory runs out, again with a smaller plan, from where it was.
         Raises: Interrupted, MoebatchError.
         """
+        share, left, stats = 1.0, requests, None
+        while True:
+            try:
+                self._attempt(flow, head, left, done, num_rows=num_rows, work=work, view=view,
+                              tokenizer=tokenizer, checkpoint=checkpoint, share=share,
+                              stats=stats)  # fmt: skip
+                return
+            except DeviceMemoryFull as error:
+                share *= _LESS_MEMORY
+                if not self.accelerator.replans or self.resources.policy or share < _LEAST_MEMORY:
+                    raise
+                left, done.unanswered = itertools.chain(done.unanswered, left), ()
+                stats = done.stats
+                view.note(f"{error}; going on with a smaller plan")
+                work.log(f"{error}; going on with a smaller plan")
+
+    def _attempt(
+        self, flow: Rows, head: Sequence[Request], requests: Iterator[Request], done: "_Done", *,
+        num_rows: int, work: Work, tokenizer: Tokenizer, checkpoint: Checkpoint, view: View,
+        share: float, stats: "EngineStats | None",
+    ) -> None:  # fmt: skip
+        """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
         from moebatch.runtime import host
         from moebatch.runtime.engine import Engine, compute_type, use_threads
 
@@ -171,51 +200,68 @@ class Job:
         if budget is None:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
+        drafting = self.speculation.prepared(self.model, workload)
         device = open_accelerator(self.accelerator)
-        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget)
+        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
+                                share=share, attention=work.attention_before(),
+                                drafting=drafting)  # fmt: skip
         view.note(line)
         work.log(line)
         work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
                           "attention": plan.policy.attention})  # fmt: skip
-        with Engine(
-            checkpoint,
-            spec=self.model.spec,
-            family=self.model.family,
-            policy=plan.policy,
-            open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.max_model_len,
-            compute=compute,
-            device=device,
-            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
-            interrupted=flow.stop.requested,
-        ) as engine:
+        with (
+            ExitStack() as stack,
+            Engine(
+                checkpoint,
+                spec=self.model.spec,
+                family=self.model.family,
+                policy=plan.policy,
+                open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
+                decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+                eos_token_ids=self.model.eos_token_ids,
+                max_model_len=self.max_model_len,
+                compute=compute,
+                device=device,
+                stats=stats,
+                speculator=drafting.open(
+                    stack, self.model.spec, workload, plan, compute=compute, threads=threads
+                ),
+                traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+                interrupted=flow.stop.requested,
+            ) as engine,
+        ):
             try:
                 with flow.stop.immediate():
                     engine.load(threads=min(threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
+            except DeviceMemoryFull:
+                done.unanswered, done.stats = engine.unanswered(), engine.stats
+                raise
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
                 done.traced = engine.traced
 
-    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: str, threads: int,
-              budget: int) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+    def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
+              threads: int, budget: int, share: float, attention: Processor | None,
+              drafting: Drafting) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
         """The plan, and the line that says what it is."""
         from moebatch.runtime import host
 
-        spec, resources, base = self.model.spec, self.resources, host.base_bytes()
+        spec, resources = self.model.spec, self.speculation.reserved(self.resources)
+        base = host.base_bytes() + drafting.memory_bytes
         if device is not None and resources.policy is not None:
             policy = overridden(resources.policy, resources.overrides)
             given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
             return given, device_line(self.model.name, device, given, budget)
-        planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
-                           budget=budget, base_bytes=base)  # fmt: skip
         if device is None:
+            planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
+                               budget=budget, base_bytes=base)  # fmt: skip
             return planned, plan_line(self.model.name, spec, planned, budget)
-        fitted = fit_to(device, spec, planned, schedule=self.accelerator.schedule,
-                        fixed=resources.overrides, budget=budget)  # fmt: skip
+        fixed = replace(resources.overrides, attention=attention)
+        fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
+                          compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
+                          budget=budget, base_bytes=base, share=share)  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
@@ -253,6 +299,7 @@ class Job:
             disk_read_bytes=done.disk_read_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
+            speculation=done.speculation,
             warnings=flow.warnings,
         )
 
@@ -272,6 +319,7 @@ class Computed:
     disk_read_bytes: int = 0
     lane_busy_s: Mapping[str, float] = field(default_factory=dict)
     expert_tokens: Sequence[Sequence[int]] = ()
+    speculation: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
@@ -290,6 +338,7 @@ class Computed:
             disk_read_bytes=engine.disk_read_bytes,
             lane_busy_s={lane.value: busy for lane, busy in stats.lane_busy_s.items()},
             expert_tokens=engine.expert_tokens,
+            speculation=engine.speculation,
         )
 
     @classmethod
@@ -304,20 +353,8 @@ class _Done:
 
     computed: Computed = field(default_factory=Computed.nothing)
     traced: "Sequence[PassResult]" = ()
-
-
-def _with_actual_dtype(model: LocalModel, checkpoint: Checkpoint) -> LocalModel:
-    """The data type that the experts really have: config.json is often wrong about it.
-
-    What is quantised is decoded to the type of the embedding.
-    """
-    layer = model.spec.last_sparse
-    part = model.family.expert_parts(model.spec, layer, 0)[0]
-    stored = locate(checkpoint, part.sources[0])
-    if stored.kind != "plain":
-        stored = locate(checkpoint, model.family.vocabulary_parts(model.spec)[0].sources[0])
-    dtype = stored.entries[0].dtype
-    return replace(model, spec=replace(model.spec, weight_dtype=dtype))
+    unanswered: Sequence[Request] = ()
+    stats: "EngineStats | None" = None
 
 
 def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
@@ -343,20 +380,3 @@ def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: Worklo
         expected_tokens=expected,
         in_flight=stats.in_flight,
     )
-
-
-def write_report(report: Report, *, path: str | None, output: Path | Literal["-"]) -> None:
-    """Write the report where the user wants it, or beside the output.
-
-    Raises: OutputWriteError when the file cannot be written.
-    """
-    if path == "-":
-        sys.stdout.write(report.to_json() + "\n")
-        return
-    if path is None and output == "-":
-        return
-    target = Path(path) if path else side_path(Path(output)) / "report.json"
-    try:
-        durable.write_whole(target, [report.to_json().encode() + b"\n"])
-    except OSError as error:
-        raise durable.write_error(f"the report {target}", error) from None

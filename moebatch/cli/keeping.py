@@ -21,6 +21,7 @@ from moebatch.data.tokenizer import Tokenizer
 from moebatch.errors import MoebatchError, OutputError
 from moebatch.model.identity import config_hash, weights_hash
 from moebatch.model.resolve import LocalModel
+from moebatch.plan.schedule import Processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,13 @@ class Work:
             )
         self.manifest = self.manifest.with_numeric(numeric)
         self.manifest.write(self.side.manifest_path)
+
+    def attention_before(self) -> Processor | None:
+        """Where an earlier session of this work attended; the planner must not choose anew."""
+        before = self.manifest.numeric()
+        if self.record is None or before is None or not self.record.has_work:
+            return None
+        return "gpu" if before.get("attention") == "gpu" else "cpu"
 
     def log(self, text: str) -> None:
         """Add a line to the log, if there is one."""

@@ -74,6 +74,7 @@ def overridden(policy: Policy, fixed: Overrides) -> Policy:
         "weights_resident": fixed.weights_resident,
         "prefill_tokens": fixed.prefill_tokens,
         "kv_dtype": fixed.kv_dtype,
+        "draft_tokens": fixed.draft_tokens,
     }
     return replace(policy, **{name: value for name, value in given.items() if value is not None})
 

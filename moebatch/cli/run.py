@@ -84,6 +84,10 @@ def run(
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
+    on_oom: opt.OnOom = "replan",
+    speculate: opt.Speculate = None,
+    draft_model: opt.DraftModel = None,
+    draft_tokens: opt.DraftTokens = "auto",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
     progress: opt.Progress = "auto",
@@ -96,6 +100,7 @@ def run(
     from moebatch.cli.limits import parse_tolerance
     from moebatch.cli.progress import make_view
     from moebatch.cli.shards import parse_shard, shard_path
+    from moebatch.cli.speculation import speculation
     from moebatch.data.columns import ColumnNames
     from moebatch.model.resolve import resolve_model
 
@@ -142,10 +147,12 @@ def run(
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
                             weights_resident=weights_resident, policy=policy),
+        speculation=speculation(speculate, draft_model=draft_model, draft_tokens=draft_tokens,
+                                cache_dir=cache_dir, offline=offline),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,
-                                        trace=trace),
+                                        trace=trace, on_oom=on_oom),
     )  # fmt: skip
     raise typer.Exit(_execute(task, view, report=report, json_report=json_report, quiet=quiet,
                               time_limit_s=limit_s))  # fmt: skip
@@ -153,7 +160,7 @@ def run(
 
 def _execute(task: Any, view: Any, *, time_limit_s: float | None, report: str | None,
              json_report: bool, quiet: bool) -> int:  # fmt: skip
-    from moebatch.cli.job import write_report
+    from moebatch.cli.report_file import write_report
     from moebatch.cli.stop import Stop
 
     output = task.output.path

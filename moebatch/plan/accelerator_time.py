@@ -105,13 +105,14 @@ class AcceleratorModel:
 
     def __init__(self, spec: ModelSpec, machine: MachineSpec, *, mean_prompt: float,
                  mean_gen: float, pairs_per_prompt: float, kv_dtype: str,
-                 base_bytes: int = 400 << 20) -> None:  # fmt: skip
+                 base_bytes: int = 400 << 20,
+                 reserve_bytes: int = RESERVE_BYTES) -> None:  # fmt: skip
         """`base_bytes` is what the process holds on the host before any weights."""
         assert machine.accelerator is not None
         self._spec, self._machine, self._kv_dtype = spec, machine, kv_dtype
         self._gpu, self._host = machine.accelerator, machine.host
         self._prompt, self._gen, self._pairs = mean_prompt, mean_gen, pairs_per_prompt
-        self._base = base_bytes
+        self._base, self._reserve = base_bytes, reserve_bytes
 
     def decode(self, at: Setting) -> Resources:
         """One decode step of the whole batch, its rows at their mean context."""
@@ -192,7 +193,7 @@ class AcceleratorModel:
         kv_home = at.gpu_attention * at.kv_resident * at.batch * kv_layer * layers
         rows, prompts = at.micro_batch, at.prefill_micro_batch * self._prompt
         return AcceleratorMemory(
-            reserve=float(RESERVE_BYTES),
+            reserve=float(self._reserve),
             vocabulary=float(spec.vocabulary_params * item),
             resident_weights=at.attention_pages * attention + at.expert_pages * expert,
             weight_buffer=2 * streamed / layers,

@@ -19,13 +19,14 @@ from moebatch.plan.memory import (
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.optimizer import num_pages, resident_pages
 from moebatch.plan.pipeline import STYLES, WEIGHT_BUFFERS, kv_slots
-from moebatch.plan.policy import Policy
+from moebatch.plan.policy import Overrides, Policy
 from moebatch.plan.schedule import Processor
 from moebatch.units import format_bytes
 
 _MICRO_BATCHES = 4  # two are ahead, so fewer would leave a processor waiting
+_PREFILL_TOKENS, _LEAST_PREFILL = 8192, 64  # of a pass: products are long enough by then
 _PADDING = 1 << 14  # parts of a layer begin at multiples of a few cache lines
-_ON_DEVICE = ("flexgen", "layerwise")  # schedules whose attention runs on the accelerator
+ON_DEVICE = ("flexgen", "layerwise")  # schedules whose attention runs on the accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +50,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """A policy fitted to an accelerator, and the host memory it takes; nothing is predicted."""
+    """A policy for an accelerator, the host memory it takes, and the tokens a second it can reach.
+
+    `throughput` None: nothing is said, of a policy from a file or of an emulated device.
+    """
 
     policy: Policy
     memory: MemoryPlan
+    throughput: float | None = None
 
 
 def device_memory(spec: ModelSpec, policy: Policy) -> DeviceMemory:
@@ -98,7 +103,7 @@ def fit(spec: ModelSpec, policy: Policy, *, schedule: str, device_bytes: int,
 
     Raises: NoFeasiblePolicy, with the smallest device memory that would do.
     """
-    attention: Processor = "gpu" if schedule in _ON_DEVICE else "cpu"
+    attention: Processor = "gpu" if schedule in ON_DEVICE else "cpu"
     wanted = micro_batch_size or -(-policy.batch_size // _MICRO_BATCHES)
     one = replace(
         policy,
@@ -123,6 +128,46 @@ def fit(spec: ModelSpec, policy: Policy, *, schedule: str, device_bytes: int,
         f"there are {format_bytes(device_bytes)}",
         hint="raise --gpu-memory, lower --batch-size or --weights-resident, or use --device cpu",
     )
+
+
+def settle(spec: ModelSpec, policy: Policy, *, schedule: str, device_bytes: int,
+           fixed: Overrides) -> Policy | None:  # fmt: skip
+    """A policy of the planner as the engine can run it within the device's memory, None if it cannot.
+
+    The planner's model takes every resource to be busy all the time. That takes some micro-batches,
+    and prompts that come in passes of bounded size; then as many resident pages as there is room for.
+    """
+    size = fixed.micro_batch_size or min(
+        policy.micro_batch_size, -(-policy.batch_size // _MICRO_BATCHES)
+    )
+    one = replace(
+        policy,
+        schedule=schedule,
+        micro_batch_size=policy.batch_size if schedule == "layerwise" else size,
+        prefill_tokens=min(policy.prefill_tokens, _PREFILL_TOKENS),
+    )
+    pages = num_pages(spec)
+    most = pages if policy.ffn == "gpu" else spec.num_layers
+    choices = [round(one.weights_resident * pages)]
+    if (
+        fixed.weights_resident is None
+    ):  # of equals the planner takes any; what is resident is no risk
+        choices = list(range(most, -1, -1))
+    for prefill_tokens in _halved(one.prefill_tokens):
+        for kept in choices:
+            found = replace(one, weights_resident=kept / pages, prefill_tokens=prefill_tokens)
+            if device_memory(spec, found).total <= device_bytes:
+                return found
+    return None
+
+
+def _halved(tokens: int) -> list[int]:
+    """From so many tokens down, in halves."""
+    least = min(tokens, _LEAST_PREFILL)
+    sizes = [tokens]
+    while sizes[-1] > least:
+        sizes.append(max(least, sizes[-1] // 2))
+    return sizes
 
 
 def host_memory(spec: ModelSpec, policy: Policy, plan: MemoryPlan, *, emulated: bool) -> MemoryPlan:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 
 from moebatch.errors import NoFeasiblePolicy
-from moebatch.plan.accelerator_time import AcceleratorModel, Resources, Setting
+from moebatch.plan.accelerator_time import RESERVE_BYTES, AcceleratorModel, Resources, Setting
 from moebatch.plan.machine import MachineSpec
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import choose
@@ -21,6 +21,7 @@ from moebatch.plan.search_accelerator import (
     least_memory,
     page_levels,
     search,
+    settings_of,
 )
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.units import format_bytes
@@ -63,15 +64,17 @@ class Limits:
 
     host: int | None = None
     accelerator: int | None = None
+    reserve: int = RESERVE_BYTES  # accelerator memory that libraries take beside the policy
+    usable: float = USABLE
 
     def of_host(self, machine: MachineSpec) -> int:
         """Host memory for the whole process."""
-        return int(machine.host.memory_bytes * USABLE) if self.host is None else self.host
+        return int(machine.host.memory_bytes * self.usable) if self.host is None else self.host
 
     def of_accelerator(self, machine: MachineSpec) -> int:
         """Accelerator memory for everything."""
         assert machine.accelerator is not None
-        most = int(machine.accelerator.memory_bytes * USABLE)
+        most = int(machine.accelerator.memory_bytes * self.usable)
         return most if self.accelerator is None else min(self.accelerator, most)
 
 
@@ -123,11 +126,12 @@ def _on_host(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *, l
 
 
 def accelerator_model(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec,
-                      kv_dtype: str) -> AcceleratorModel:  # fmt: skip
+                      kv_dtype: str, reserve: int = RESERVE_BYTES) -> AcceleratorModel:  # fmt: skip
     """The cost model of a workload on a machine with an accelerator."""
     return AcceleratorModel(
         spec, machine, mean_prompt=workload.mean_prompt, mean_gen=workload.mean_gen,
         pairs_per_prompt=workload.pairs_per_prompt, kv_dtype=kv_dtype, base_bytes=BASE_BYTES,
+        reserve_bytes=reserve,
     )  # fmt: skip
 
 
@@ -155,7 +159,7 @@ def _on_accelerator(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpe
     kv_dtype = fixed.kv_dtype or (
         "float16" if spec.weight_dtype == "float32" else spec.weight_dtype
     )
-    model = accelerator_model(spec, workload, machine, kv_dtype)
+    model = accelerator_model(spec, workload, machine, kv_dtype, limits.reserve)
     gpu, host = limits.of_accelerator(machine), limits.of_host(machine)
     grid = grid_of(spec, workload, fixed)
     found = search(spec, model, grid, gpu_bytes=gpu, host_bytes=host, space=space)
@@ -206,6 +210,25 @@ def policy_of(spec: ModelSpec, workload: WorkloadSpec, at: Setting, kv_dtype: st
         experts_grouped=max(1, int(at.group)),
         weights_on_disk=float(at.disk_pages / total),
     )
+
+
+def predicted_throughput(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec,
+                         policy: Policy) -> float:  # fmt: skip
+    """Tokens per second that the model gives a policy, whatever memory it takes."""
+    pages = policy.weights_resident * (spec.num_layers + spec.num_expert_pages)
+    attention, experts = settings_of(spec, round(pages))
+    prompts = min(policy.batch_size, max(1.0, policy.prefill_tokens / workload.mean_prompt))
+    on_disk = policy.weights_on_disk * (spec.num_layers + spec.num_expert_pages)
+    at = Setting(
+        batch=policy.batch_size, micro_batch=policy.micro_batch_size, prefill_batch=prompts,
+        prefill_micro_batch=min(prompts, policy.micro_batch_size),
+        gpu_attention=float(policy.attention == "gpu"), gpu_ffn=float(policy.ffn == "gpu"),
+        attention_pages=attention, expert_pages=experts, kv_resident=policy.kv_resident,
+        group=policy.experts_grouped, disk_pages=min(on_disk, spec.num_expert_pages - experts),
+    )  # fmt: skip
+    model = accelerator_model(spec, workload, machine, policy.kv_dtype)
+    prefill, decode = model.prefill(at).total, model.decode(at).total
+    return float(model.throughput(at, prefill_s=prefill, decode_s=decode))
 
 
 def _per_layer(times: Resources, spec: ModelSpec) -> dict[str, float]:

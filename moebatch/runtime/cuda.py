@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moebatch.model.grouped import can_group
 from moebatch.model.linear import ComputeType, Linear
 from moebatch.plan.schedule import Lane, Task
 from moebatch.runtime.device import Budget
@@ -39,6 +40,7 @@ class CudaDevice:
         torch.backends.cuda.matmul.allow_tf32 = False
         self.name = f"cuda:{index} ({torch.cuda.get_device_name(index)})"
         self.memory = Budget(limit, self.name)
+        self.grouped = torch.cuda.get_device_capability()[0] >= 8 and can_group(self._device)
         clock = _Clock(self._device)
         self._queues: dict[Lane, Queue] = {
             lane: _StreamQueue(self._device, clock, urgent=lane is not Lane.GPU)

@@ -4,13 +4,14 @@ Implementations: `moebatch.runtime.cuda`, and `moebatch.runtime.emulated` that r
 without accelerator needs none: its top tier is host memory, and `Forward` computes there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moebatch.errors import NoFeasiblePolicy
+from moebatch.errors import DeviceMemoryFull
 from moebatch.model.linear import ComputeType, Linear
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.executor import Queue
@@ -20,12 +21,36 @@ from moebatch.units import format_bytes
 BACKGROUND_LANES = (Lane.CPU, Lane.H2D, Lane.D2H, Lane.STAGE, Lane.DISK)
 
 
+_HINT = "raise --gpu-memory, or lower --weights-resident or --micro-batch-size"
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """What PyTorch says of an accelerator without memory becomes DeviceMemoryFull."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = str(error).split(".")[0]
+        raise DeviceMemoryFull(f"the accelerator's memory is full: {said}", hint=_HINT) from None
+
+
+@contextmanager
+def closed_on_error(device: "Device") -> Iterator[None]:
+    """What owns the device could not be made, so nobody else will close it."""
+    try:
+        yield
+    except BaseException:
+        device.close()
+        raise
+
+
 class Device(Protocol):
     """An accelerator. Handlers of gpu, h2d and d2h tasks run under the queues that it gives."""
 
     name: str
     emulated: bool
     memory: "Budget"
+    grouped: bool  # whether it has grouped products (moebatch.model.grouped)
 
     @property
     def torch_device(self) -> torch.device:
@@ -38,7 +63,7 @@ class Device(Protocol):
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the device. Raises: NoFeasiblePolicy beyond the budget."""
+        """Memory of the device. Raises: DeviceMemoryFull beyond the budget."""
         ...
 
     def free(self, tensor: Tensor) -> None:
@@ -82,12 +107,12 @@ class Budget:
         self.limit, self.used, self.peak = limit, 0, 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises: NoFeasiblePolicy when it is more than what is left."""
+        """Raises: DeviceMemoryFull when it is more than what is left."""
         if self.used + num_bytes > self.limit:
-            raise NoFeasiblePolicy(
+            raise DeviceMemoryFull(
                 f"{self._name} has {format_bytes(self.limit)} of memory, and "
                 f"{format_bytes(self.used + num_bytes)} are needed",
-                hint="raise --gpu-memory, or lower --weights-resident or --micro-batch-size",
+                hint=_HINT,
             )
         self.used += num_bytes
         self.peak = max(self.peak, self.used)

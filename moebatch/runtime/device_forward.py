@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from moebatch.model.attention import absorb_queries, attend_decode, release_values
 from moebatch.model.experts import add_expert
+from moebatch.model.grouped import add_results, grouped_swiglu
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
 from moebatch.model.weights import project
 from moebatch.plan.model_spec import ModelSpec
@@ -295,8 +296,13 @@ class DeviceForward:
         if not pages:
             return
         rows = self._rows(task.layer, task.micro_batch, first, last)
+        stack = self._store.stack(task.layer)
+        grouped = grouped_swiglu(normed, rows, stack) if stack is not None else {}
         for page in pages:
-            add_expert(output, normed, rows, self._store.expert(task.layer, page))
+            if page - 1 in grouped:
+                add_results(output, rows, page - 1, grouped[page - 1])
+            else:
+                add_expert(output, normed, rows, self._store.expert(task.layer, page))
         self._device.spoil(normed)
 
     def _rows(self, layer: int, j: int, first: int, last: int) -> ExpertRows:

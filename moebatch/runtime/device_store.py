@@ -16,6 +16,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.families.parts import Part
+from moebatch.model.grouped import ExpertStack, stacked
 from moebatch.model.linear import ComputeType, Linear, pack
 from moebatch.model.weights import (
     MATRICES,
@@ -147,6 +148,25 @@ class DeviceStore:
         host = self._ffn == "cpu"
         parts = self._host_experts[(layer, page)] if host else self._parts_of((layer, page))
         return expert_of(parts, index=page - 1, size=spec.expert_size, limit=spec.swiglu_limit)
+
+    def stack(self, layer: int) -> ExpertStack | None:
+        """A layer's streamed experts as one, where the device has grouped products for them."""
+        spec, cut = self._spec, self.plan.layers[layer]
+        units = [unit for unit in cut.units if unit.index != ATTENTION_PAGE]
+        if not self._device.grouped or self._ffn == "cpu" or len(units) < 2 or spec.swiglu_limit:
+            return None
+        plan = {part.name: part for part in self._plans[(layer, units[0].index)].parts}
+        gate_up, down = plan["gate_up"], plan["down"]
+        if gate_up.dtype != down.dtype or len(plan) != 2:  # biases
+            return None
+        return stacked(
+            self._contents[layer][0].buffer[units[0].start :],
+            tuple(unit.index - 1 for unit in units),
+            stride=units[1].start - units[0].start,
+            gate_up=(gate_up.begin, gate_up.shape),
+            down=(down.begin, down.shape),
+            dtype=down.dtype,
+        )
 
     def expert_pages(self, layer: int) -> range:
         """The pages of a layer's experts."""

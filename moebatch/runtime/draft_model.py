@@ -51,7 +51,7 @@ class _Row:
 class ModelSource:
     """A `DraftSource`. `load` it first; the checkpoint is the caller's to close."""
 
-    free = False
+    name, free = "draft", False
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  compute: ComputeType, vocab_size: int) -> None:  # fmt: skip

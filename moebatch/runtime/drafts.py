@@ -36,6 +36,7 @@ NO_DRAFT = Draft()
 class DraftSource(Protocol):
     """Guesses tokens. Close it when the job is over."""
 
+    name: str
     free: bool  # whether drafting takes no time worth counting
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[Draft]:
@@ -54,7 +55,7 @@ class NgramSource:
     a draft that reaches the end of the text goes on from its own beginning, as a loop would.
     """
 
-    free = True
+    name, free = "ngram", True
 
     def __init__(self, *, shortest: int = 2) -> None:
         """Matches of fewer than `shortest` tokens do not count."""

@@ -28,13 +28,16 @@ class EmulatedDevice:
     emulated = True
 
     def __init__(self, profile: LinkProfile, *, memory_bytes: int | None = None,
-                 delays: random.Random | None = None, max_delay_s: float = 0.0) -> None:  # fmt: skip
+                 delays: random.Random | None = None, max_delay_s: float = 0.0,
+                 grouped: bool = False) -> None:  # fmt: skip
         """`memory_bytes` replaces the profile's capacity.
 
+        `grouped`: experts in one product, which here is only slower: for tests.
         With `delays` every lane stops for a random while before and after each task: for tests.
         """
         self.name = f"emulated:{profile.name}"
         self.memory = Budget(memory_bytes or profile.memory_bytes, self.name)
+        self.grouped = grouped
         self._profile, self._copy_rate = profile, _copy_bytes_per_s()
         lanes = (Lane.GPU, *BACKGROUND_LANES)
         self._queues: dict[Lane, Queue] = {}
@@ -101,6 +104,10 @@ class EmulatedDevice:
         if (rest := arrival - source.nbytes / self._copy_rate - time.perf_counter()) > 0:
             time.sleep(rest)
         target.copy_(source)
+        if (
+            rest := arrival - time.perf_counter()
+        ) > 0:  # the host copied faster than it was measured
+            time.sleep(rest)
 
 
 class _Hesitant(ThreadQueue):

@@ -7,7 +7,7 @@ that joined. Finished sequences leave after the pass, waiting ones take their pl
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
 from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
-from moebatch.runtime.device import Device
+from moebatch.runtime.device import Device, closed_on_error, memory_errors
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.drafts import NO_DRAFT, Draft
 from moebatch.runtime.host import return_freed_memory
@@ -76,13 +76,14 @@ class Engine:
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
                  device: Device | None = None, traced_passes: int = 0,
-                 speculator: Speculator | None = None,
+                 stats: "EngineStats | None" = None, speculator: Speculator | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
         `device`: the accelerator, None where there is none; closed with the engine.
         `speculator`: where drafts come from, None for none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
+        `stats`: those of an earlier engine of the same run, counted on.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
         self._device, self._traced_passes = device, traced_passes
@@ -90,13 +91,16 @@ class Engine:
         self._policy = policy
         self._open_stream, self._decode = open_stream, decode
         self._eos, self._max_model_len = eos_token_ids, max_model_len
-        self._backend: Backend = (
-            HostBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                        interrupted=interrupted)
-            if device is None
-            else DeviceBackend(checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                               device=device, interrupted=interrupted)
-        )  # fmt: skip
+        self._backend: Backend
+        if device is None:
+            self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
+                                        compute=compute, interrupted=interrupted)  # fmt: skip
+        else:
+            with memory_errors(), closed_on_error(device):
+                self._backend = DeviceBackend(
+                    checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                    device=device, interrupted=interrupted,
+                )  # fmt: skip
         self._kv = self._backend.kv
         # A ring forgets what later tokens of the same pass would still need.
         self._resumes_one_by_one = self._backend.one_by_one and not self._kv.ring_tokens
@@ -105,18 +109,19 @@ class Engine:
         self._interrupted = interrupted
         self._admission: Admission | None = None
         self._ended: dict[int, list[Sequence]] = {}
-        self.stats = EngineStats()
+        self.stats = stats or EngineStats()
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
         """Read what stays in memory and start filling the page buffer.
 
-        Raises: ModelError when a file cannot be read.
+        Raises: ModelError when a file cannot be read; DeviceMemoryFull.
         """
         start = time.perf_counter()
         return_freed_memory(True)
-        self._backend.load(threads=threads, progress=progress)
+        with memory_errors():
+            self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
-        self.stats.load_s = time.perf_counter() - start
+        self.stats.load_s += time.perf_counter() - start
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,
@@ -125,6 +130,7 @@ class Engine:
 
         Requests are taken from the iterable only as the batch has room for them.
         Raises: Interrupted when it was asked to stop; `in_flight` then tells what there is.
+        DeviceMemoryFull; `unanswered` then tells what another engine has to do.
         """
         admission = Admission(self._policy, kv=self._kv, requests=requests, start=self._sequences)
         self._admission = admission
@@ -134,7 +140,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
-            broken = self._pass(admission.active)
+            with memory_errors():
+                broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
                 self._ended.pop(request.index, None)
                 admission.drop(request.index)
@@ -154,6 +161,23 @@ class Engine:
         for sequence in itertools.chain(under_way, *self._ended.values()):
             if sequence.generated:
                 yield sequence.request, sequence.to_generated()
+
+    def unanswered(self) -> list[Request]:
+        """The requests that were taken and not answered, each with what there is of it."""
+        if self._admission is None:
+            return []
+        requests: dict[int, Request] = {}
+        for sequence in [*self._admission.active, *self._admission.waiting]:
+            requests.setdefault(sequence.request.index, sequence.request)
+        made: dict[int, list[Generated]] = {}
+        for request, generated in self.in_flight():
+            kept = Generated(choice=generated.choice, token_ids=tuple(generated.token_ids),
+                             logprobs=tuple(generated.logprobs))  # fmt: skip
+            made.setdefault(request.index, []).append(kept)
+        return [
+            replace(request, resumed=tuple(made.get(index, ())))
+            for index, request in sorted(requests.items())
+        ]
 
     @property
     def disk_read_bytes(self) -> int:
@@ -178,6 +202,11 @@ class Engine:
         """Tokens that each expert of each layer has computed."""
         counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """Drafts and what became of them, for a report; None where none were asked for."""
+        return None if self._speculator is None else self._speculator.describe()
 
     def close(self) -> None:
         """Stop the lanes and the device. The checkpoint is the caller's to close."""

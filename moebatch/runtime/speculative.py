@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ _PROBE_PASSES = 32  # a source that takes time and does not pay is tried again s
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Drafts that were checked and accepted, tokens that the passes with drafts gave, per row."""
+    """Drafts that were checked and accepted; rows of decode passes and the tokens they gave."""
 
     drafted: int = 0
     accepted: int = 0
@@ -161,6 +162,20 @@ class Speculator:
         """How long a pass took that carried nothing but rows that decode, drafts included."""
         if self._cost is not None:
             self._cost.add(tokens, seconds)
+
+    def describe(self) -> dict[str, Any]:
+        """For a report; without drafts, tokens per pass (and row) are 1."""
+        stats = self.stats
+        return {
+            "source": self._source.name,
+            "draft_tokens": self._most,
+            "chosen_by_cost": self._cost is not None,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "acceptance": stats.accepted / stats.drafted if stats.drafted else None,
+            "tokens_per_pass": stats.tokens / stats.row_passes if stats.row_passes else None,
+            "draft_s": stats.draft_s,
+        }
 
     def close(self) -> None:
         """Close the source."""

@@ -1,0 +1,36 @@
+"""Seconds of a decode pass by its tokens, as predicted: what drafts are weighed with."""
+
+import numpy as np
+
+from moebatch.plan.host_time import HostTime, PassLoad
+from moebatch.plan.job_time import JobTime
+from moebatch.plan.machine import MachineSpec
+from moebatch.plan.model_spec import ModelSpec
+from moebatch.plan.optimizer import resident_pages
+from moebatch.plan.policy import Policy
+from moebatch.plan.speculation import Numbers, PassSeconds
+from moebatch.plan.workload import WorkloadSpec
+
+
+def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, machine: MachineSpec,
+                 compute: str, job: JobTime | None = None) -> PassSeconds:  # fmt: skip
+    """On the host: every token of the pass is attended and sampled like a row of its own.
+
+    What the disk takes in a pass is that of `job`, if it is given: there its bandwidth was measured.
+    """
+    time = HostTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype)
+    attention, experts = resident_pages(spec, policy)
+    disk_s = None if job is None or not job.passes else job.parts.get("disk", 0.0) / job.passes
+
+    def seconds(tokens: Numbers) -> Numbers:
+        load = PassLoad(
+            rows=tokens,
+            context=tokens * workload.mean_context,
+            sampled=tokens,
+            micro_batches=float(policy.num_micro_batches),
+        )
+        costs = time.seconds(load, attention_pages=attention, expert_pages=experts)
+        disk = costs.disk if disk_s is None else disk_s
+        return np.maximum(np.asarray(costs.compute, dtype=np.float64), disk)
+
+    return seconds
