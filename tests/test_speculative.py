@@ -13,7 +13,9 @@ from run_engine import POLICY, open_engine, request, run, tokens
 from safetensors.torch import load_file, save_file
 
 from moebatch.data.requests import Completion, Generated
+from moebatch.plan.profiles import PROFILES
 from moebatch.runtime.drafts import NO_DRAFT, NgramSource, longest_match
+from moebatch.runtime.emulated import EmulatedDevice
 from moebatch.runtime.speculative import Speculator
 
 
@@ -321,3 +323,22 @@ def test_tokens_beyond_either_vocabulary_are_not_drafted(tiny_models) -> None:
         done, stats, _ = speculated(path, work, source)
     assert tokens(done) == tokens(expected)
     assert 0 < stats.accepted == stats.drafted
+
+
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_drafts_on_an_accelerator(kind, attention, tiny_models) -> None:
+    """There a row's drafts are one run of tokens, attended like the rest of a prompt."""
+    path = tiny_models(kind)[1]
+    work = rows(6, rng=8, temperature=0.8)
+    expected = run(path, work)
+    policy = {"schedule": "cgopipe", "attention": attention, "ffn": "gpu", "kv_resident": 0.5,
+              "weights_resident": 0.3}  # fmt: skip
+    for right in (0.0, 0.6, 1.0):
+        source, device = (
+            Oracle(answers(expected), right=right),
+            EmulatedDevice(PROFILES["unthrottled"]),
+        )
+        done, stats, _ = speculated(path, work, source, device=device, **policy)
+        assert tokens(done) == tokens(expected)
+        assert stats.drafted

@@ -14,12 +14,12 @@ from moebatch.errors import UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel, resolve_model
 from moebatch.plan.device_fit import DevicePlan
-from moebatch.plan.draft_time import pass_seconds
+from moebatch.plan.draft_time import pass_seconds, unknown_seconds
 from moebatch.plan.memory import LOADERS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import Plan, memory_of
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
-from moebatch.plan.speculation import MAX_DRAFT_TOKENS
+from moebatch.plan.speculation import MAX_DRAFT_TOKENS, PassSeconds
 from moebatch.plan.workload import WorkloadSpec
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Speculation:
             kv_blocks=rows * ceil(longest / KV_BLOCK_TOKENS),
             page_slots=1,
             kv_dtype=model.spec.weight_dtype,
+            draft_tokens=self.most,  # for rings, from which drafts are taken back
         )
         return Drafting(asked=self, model=model, policy=policy)
 
@@ -104,9 +105,10 @@ class Drafting:
             source = _load(stack, self.model, self.policy, target.vocab_size, threads)
         if self.asked.tokens is not None:
             return Speculator(source, most=self.asked.most)
-        job = plan.job if isinstance(plan, Plan) else None
-        seconds = pass_seconds(target, workload, plan.policy, compute=compute, job=job,
-                               machine=this_machine(threads=threads))  # fmt: skip
+        seconds: PassSeconds = unknown_seconds
+        if isinstance(plan, Plan):
+            seconds = pass_seconds(target, workload, plan.policy, compute=compute, job=plan.job,
+                                   machine=this_machine(threads=threads))  # fmt: skip
         return Speculator(source, most=self.asked.most, seconds=seconds)
 
 

@@ -12,6 +12,11 @@ from moebatch.plan.speculation import Numbers, PassSeconds
 from moebatch.plan.workload import WorkloadSpec
 
 
+def unknown_seconds(tokens: Numbers) -> Numbers:
+    """A shape to start from where nothing is predicted: reading the weights, and a little a token."""
+    return 1.0 + tokens / 256.0
+
+
 def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, machine: MachineSpec,
                  compute: str, job: JobTime | None = None) -> PassSeconds:  # fmt: skip
     """On the host: every token of the pass is attended and sampled like a row of its own.
