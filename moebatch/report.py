@@ -81,6 +81,7 @@ class Report:
     model_revision: str | None
     spec: ModelSpec
     compute_dtype: str | None
+    quantization: str
     machine: dict[str, Any]
     plan: Plan | DevicePlan | None
     policy_source: str
@@ -266,6 +267,7 @@ class Report:
             "family": self.spec.family,
             "dtype": self.spec.weight_dtype,
             "compute_dtype": self.compute_dtype,
+            "quantization": self.quantization,
             "params": self.spec.total_params,
             "active_params": self.spec.active_params,
         }

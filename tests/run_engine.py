@@ -9,6 +9,7 @@ from typing import Any
 from moebatch.data.requests import Completion, Request, RowError, SamplingParams
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
+from moebatch.native.kernels import load_kernels
 from moebatch.plan.policy import Policy
 from moebatch.runtime.engine import Engine
 
@@ -45,9 +46,12 @@ def open_engine(
     device: Any = None,
     speculator: Any = None,
     interrupted: Callable[[], bool] = lambda: False,
+    native: bool = True,
+    quantization: Any = "none",
     **changes: Any,
 ) -> Iterator[Engine]:
-    """A loaded engine under a policy, with some of its fields changed."""
+    """A loaded engine under a policy, with some of its fields changed; with native kernels if asked
+    for and there are any."""
     model = resolve_model(str(path))
     with (
         Checkpoint(path) as checkpoint,
@@ -64,6 +68,8 @@ def open_engine(
             interrupted=interrupted,
             device=device,
             speculator=speculator,
+            kernels=load_kernels(2) if native else None,
+            quantization=quantization,
         ) as engine,
     ):
         engine.load(threads=2)

@@ -9,6 +9,7 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.layers import Rope
 from moebatch.model.resolve import resolve_model
+from moebatch.native.kernels import load_kernels
 from moebatch.plan.optimizer import table_of
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane, prologue, zigzag
@@ -16,12 +17,18 @@ from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
 from moebatch.runtime.kv_cache import BlockTable, KVCache
+from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.weight_store import WeightStore
 
 
 def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Policy, *,
-                      chunk: int, compute: str = "float32") -> list[Tensor]:  # fmt: skip
-    """[len, V] for each prompt; prompts go through in passes of `chunk` tokens each."""
+                      chunk: int, compute: str = "float32", native: bool = True,
+                      quantization: str = "none") -> list[Tensor]:  # fmt: skip
+    """[len, V] for each prompt; prompts go through in passes of `chunk` tokens each.
+
+    With the native kernels, if asked for and there are any.
+    """
+    kernels = load_kernels(2) if native else None
     model = resolve_model(str(path))
     spec, table = model.spec, table_of(model.spec, policy)
     slots = max(1, min(policy.page_slots, len(table.streamed)))
@@ -45,8 +52,10 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
             table=table,
             page_slots=slots,
             compute=compute,
+            kernels=kernels,
+            quantization=quantization,
         )
-        forward = Forward(spec=spec, store=store, kv=kv)
+        forward = Forward(spec=spec, store=store, kv=kv, kernels=kernels)
         executor = Executor(forward.handlers, background=[Lane.DISK])
         store.load_resident(threads=1, progress=lambda done, total: None)
         executor.run(prologue(table, page_slots=slots))
@@ -66,7 +75,11 @@ def logits_everywhere(path: Path, prompts: Sequence[Sequence[int]], policy: Poli
             size = policy.micro_batch_size
             groups = [segments[k : k + size] for k in range(0, len(rows), size)]
             one = build_pass(
-                groups, kv=kv, rope=Rope(spec.rope, spec.head_dim), windows=spec.layer_windows
+                groups,
+                kv=kv,
+                rope=Rope(spec.rope, spec.head_dim),
+                windows=spec.layer_windows,
+                native=attends_natively(spec, kernels),
             )
             forward.begin(one)
             executor.run(zigzag(table, num_micro_batches=len(groups), page_slots=slots))

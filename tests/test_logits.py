@@ -22,8 +22,11 @@ def prompts_of(seed: int, lengths: list[int], vocab_size: int = 97) -> list[list
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def assert_logits_equal(model, path: Path, prompts, *, chunk: int, **changes) -> None:
-    ours = logits_everywhere(path, prompts, replace(POLICY, **changes), chunk=chunk)
+def assert_logits_equal(
+    model, path: Path, prompts, *, chunk: int, native: bool = True, **changes
+) -> None:
+    policy = replace(POLICY, **changes)
+    ours = logits_everywhere(path, prompts, policy, chunk=chunk, native=native)
     for prompt, mine in zip(prompts, ours, strict=True):
         with torch.no_grad():
             reference = model(torch.tensor([prompt])).logits[0]
@@ -37,14 +40,15 @@ def test_tied_embeddings_and_biases(tmp_path) -> None:
         assert_logits_equal(model, path, prompts_of(3, [9, 4]), chunk=64, weights_resident=resident)
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("kind", ["mistral", "mixtral"])
-def test_sliding_window(kind, tmp_path) -> None:
+def test_sliding_window(kind, native, tmp_path) -> None:
     """Windows shorter than the prompt, in whole prompts, in chunks and in decode."""
     model = models.reference_model(kind, sliding_window=6)
     path = models.save(model, tmp_path)
     prompts = prompts_of(4, [20, 3, 7])
     for chunk in (64, 4, 1):
-        assert_logits_equal(model, path, prompts, chunk=chunk)
+        assert_logits_equal(model, path, prompts, chunk=chunk, native=native)
 
 
 def test_sharded_checkpoint_reads_the_same(tmp_path) -> None:

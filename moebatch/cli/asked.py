@@ -105,6 +105,7 @@ class ResourceOptions:
     memory_bytes: int | None
     cpu_threads: int | None
     dtype: str
+    quantization: str
     overrides: Overrides
     policy: Policy | None = None
 

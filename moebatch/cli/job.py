@@ -51,6 +51,7 @@ from moebatch.report import Report, Times
 
 if TYPE_CHECKING:
     from moebatch.model.linear import ComputeType
+    from moebatch.runtime.arithmetic import Arithmetic
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
     from moebatch.runtime.engine import Engine, EngineStats
@@ -191,55 +192,56 @@ class Job:
         share: float, stats: "EngineStats | None",
     ) -> None:  # fmt: skip
         """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
-        from moebatch.runtime import host
-        from moebatch.runtime.engine import Engine, compute_type, use_threads
+        from moebatch.runtime import arithmetic, host
+        from moebatch.runtime.engine import Engine
 
-        compute = compute_type(self.resources.dtype, self.model.spec.weight_dtype)
-        threads = use_threads(self.resources.cpu_threads or host.num_cores())
+        device = open_accelerator(self.accelerator)
+        how = arithmetic.prepare(
+            dtype=self.resources.dtype, quantization=self.resources.quantization,
+            weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
+            threads=self.resources.cpu_threads or host.num_cores(),
+        )  # fmt: skip
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
         drafting = self.speculation.prepared(self.model, workload)
-        device = open_accelerator(self.accelerator)
-        plan, line = self._plan(device, workload, compute=compute, threads=threads, budget=budget,
-                                share=share, attention=work.attention_before(),
+        plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
+                                budget=budget, share=share, attention=work.attention_before(),
                                 drafting=drafting)  # fmt: skip
         view.note(line)
         work.log(line)
-        work.use_numeric({"dtype": compute, "kv_cache_dtype": plan.policy.kv_dtype,
-                          "attention": plan.policy.attention})  # fmt: skip
-        with (
-            ExitStack() as stack,
-            Engine(
-                checkpoint,
-                spec=self.model.spec,
-                family=self.model.family,
-                policy=plan.policy,
-                open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-                decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-                eos_token_ids=self.model.eos_token_ids,
-                max_model_len=self.max_model_len,
-                compute=compute,
-                device=device,
-                stats=stats,
-                speculator=drafting.open(
-                    stack, self.model.spec, workload, plan, compute=compute, threads=threads
-                ),
-                traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
-                interrupted=flow.stop.requested,
-            ) as engine,
-        ):
+        work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
+                          "attention": plan.policy.attention, "kernels": how.variant,
+                          "quantization": how.quantization})  # fmt: skip
+        with ExitStack() as stack, Engine(
+            checkpoint,
+            spec=self.model.spec,
+            family=self.model.family,
+            policy=plan.policy,
+            open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
+            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+            eos_token_ids=self.model.eos_token_ids,
+            max_model_len=self.max_model_len,
+            compute=how.compute,
+            kernels=how.kernels,
+            quantization=how.quantization,
+            device=device,
+            stats=stats,
+            speculator=drafting.open(stack, self.model.spec, workload, plan, how),
+            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+            interrupted=flow.stop.requested,
+        ) as engine:  # fmt: skip
             try:
                 with flow.stop.immediate():
-                    engine.load(threads=min(threads, LOADERS), progress=view.loading)
+                    engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
                     _state(stats, flow, num_rows, workload)))  # fmt: skip
             except DeviceMemoryFull:
                 done.unanswered, done.stats = engine.unanswered(), engine.stats
                 raise
             finally:
-                done.computed = Computed.of(engine, plan=plan, budget=budget, compute=compute)
+                done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
@@ -284,7 +286,8 @@ class Job:
             model_revision=self.model.revision,
             spec=self.model.spec,
             compute_dtype=done.compute,
-            machine={**host.describe(), "gpu": done.device},
+            quantization=self.resources.quantization,
+            machine={**host.describe(), "gpu": done.device, "kernels": done.kernels},
             plan=done.plan,
             policy_source=self._policy_source(),
             memory_budget_bytes=done.budget,
@@ -300,7 +303,7 @@ class Job:
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
             speculation=done.speculation,
-            warnings=flow.warnings,
+            warnings=[*flow.warnings, *done.warnings],
         )
 
 
@@ -311,6 +314,8 @@ class Computed:
     plan: Plan | DevicePlan | None
     budget: int
     compute: str | None = None
+    kernels: str | None = None
+    warnings: Sequence[str] = ()
     device: dict[str, Any] | None = None
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -323,13 +328,15 @@ class Computed:
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
-           compute: str) -> "Computed":  # fmt: skip
+           how: "Arithmetic") -> "Computed":  # fmt: skip
         """Read it off the engine."""
         stats = engine.stats
         return cls(
             plan=plan,
             budget=budget,
-            compute=compute,
+            compute=how.compute,
+            kernels=how.variant,
+            warnings=how.warnings,
             device=engine.device_facts,
             load_s=stats.load_s,
             prefill_s=stats.prefill_s,

@@ -245,6 +245,11 @@ WeightsResident = Annotated[
     typer.Option(help="Share of the weights kept in memory: auto or 0..1.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+Quantization = Annotated[
+    str,
+    typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
+                 " loaded.", rich_help_panel=_RESOURCES),
+]  # fmt: skip
 KvCacheDtype = Annotated[
     str,
     typer.Option(help="auto (the weights'), float32, bfloat16 or float16.",
@@ -334,6 +339,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantization": ("none", "int8"),
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),

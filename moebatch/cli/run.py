@@ -81,6 +81,7 @@ def run(
     policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    quantization: opt.Quantization = "none",
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
@@ -108,7 +109,7 @@ def run(
         output_format=output_format, output_schema=output_schema, order=order,
         apply_chat_template=apply_chat_template, on_too_long=on_too_long,
         truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, resume=resume,
+        kv_cache_dtype=kv_cache_dtype, resume=resume, quantization=quantization,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
@@ -146,7 +147,8 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident, policy=policy),
+                            weights_resident=weights_resident, policy=policy,
+                            quantization=quantization),
         speculation=speculation(speculate, draft_model=draft_model, draft_tokens=draft_tokens,
                                 cache_dir=cache_dir, offline=offline),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
@@ -251,7 +253,8 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str, policy: str = "auto") -> "ResourceOptions":  # fmt: skip
+              kv_cache_dtype: str, policy: str = "auto",
+              quantization: str = "none") -> "ResourceOptions":  # fmt: skip
     """What the run may use, checked.
 
     Raises: UsageError for numbers out of range.
@@ -275,6 +278,7 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
         policy=read_policy(policy),
         cpu_threads=cpu_threads,
         dtype=dtype,
+        quantization=quantization,
         overrides=Overrides(
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,

@@ -23,7 +23,7 @@ from moebatch.plan.speculation import MAX_DRAFT_TOKENS, PassSeconds
 from moebatch.plan.workload import WorkloadSpec
 
 if TYPE_CHECKING:
-    from moebatch.model.linear import ComputeType
+    from moebatch.runtime.arithmetic import Arithmetic
     from moebatch.runtime.drafts import DraftSource
     from moebatch.runtime.speculative import Speculator
 
@@ -92,8 +92,7 @@ class Drafting:
         return int(total)
 
     def open(self, stack: ExitStack, target: ModelSpec, workload: WorkloadSpec,
-             plan: Plan | DevicePlan, *, compute: "ComputeType",
-             threads: int) -> "Speculator | None":  # fmt: skip
+             plan: Plan | DevicePlan, how: "Arithmetic") -> "Speculator | None":  # fmt: skip
         """The speculator, its draft model loaded; `stack` closes the model's files."""
         from moebatch.runtime.drafts import NgramSource
         from moebatch.runtime.speculative import Speculator
@@ -102,18 +101,18 @@ class Drafting:
             return None
         source: DraftSource = NgramSource()
         if self.model is not None and self.policy is not None:
-            source = _load(stack, self.model, self.policy, target.vocab_size, threads)
+            source = _load(stack, self.model, self.policy, target.vocab_size, how)
         if self.asked.tokens is not None:
             return Speculator(source, most=self.asked.most)
         seconds: PassSeconds = unknown_seconds
         if isinstance(plan, Plan):
-            seconds = pass_seconds(target, workload, plan.policy, compute=compute, job=plan.job,
-                                   machine=this_machine(threads=threads))  # fmt: skip
+            seconds = pass_seconds(target, workload, plan.policy, compute=how.compute, job=plan.job,
+                                   machine=this_machine(threads=how.threads))  # fmt: skip
         return Speculator(source, most=self.asked.most, seconds=seconds)
 
 
 def _load(stack: ExitStack, model: LocalModel, policy: Policy, vocab_size: int,
-          threads: int) -> "DraftSource":  # fmt: skip
+          how: "Arithmetic") -> "DraftSource":  # fmt: skip
     from moebatch.runtime.draft_model import ModelSource
     from moebatch.runtime.engine import compute_type
 
@@ -123,9 +122,10 @@ def _load(stack: ExitStack, model: LocalModel, policy: Policy, vocab_size: int,
         family=model.family,
         policy=policy,
         compute=compute_type("auto", model.spec.weight_dtype),
+        kernels=how.kernels,
         vocab_size=vocab_size,
     )
-    source.load(threads=min(threads, LOADERS))
+    source.load(threads=min(how.threads, LOADERS))
     return source
 
 

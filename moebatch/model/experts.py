@@ -4,14 +4,16 @@ Knows nothing of where weights came from: it gets views of pages that are alread
 Shapes: T tokens, D hidden_size, F expert_size, R rows of one expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from moebatch.model.linear import Linear
+from moebatch.model.linear import Linear, NativeLinear
 from moebatch.model.router import ExpertRows
+from moebatch.native.kernels import SILU, FfnWeights, Gate
 
 # Rows that one call carries: the intermediate [R, 2F] then stays within tens of MB.
 _MAX_INTERMEDIATE = 1 << 22
@@ -23,6 +25,7 @@ class Expert:
     """One expert's matrices: gate and up stacked [2F, D], down [D, F]; their biases in float32.
 
     `limit` clamps gate and up, and the activation is then that of gpt-oss.
+    `native` is all of it for the fused kernel, where the matrices can be used so.
     """
 
     index: int
@@ -32,6 +35,24 @@ class Expert:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     limit: float | None = None
+    native: FfnWeights | None = None
+
+
+def fused(gate_up: Linear, down: Linear, *, size: int, gate_up_bias: Tensor | None,
+          down_bias: Tensor | None) -> FfnWeights | None:  # fmt: skip
+    """An expert for the fused kernel: where both matrices are packed and gate fills whole panels."""
+    if not (isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)):
+        return None
+    kernels, stacked = gate_up.kernels, gate_up.packed
+    if size % kernels.panel_outputs:
+        return None
+    biases = None
+    if gate_up_bias is not None or down_bias is not None:
+        both = torch.zeros(stacked.outputs) if gate_up_bias is None else gate_up_bias
+        last = torch.zeros(down.packed.outputs) if down_bias is None else down_bias
+        biases = (both[:size], both[size:], last)
+    gate, up = kernels.rows(stacked, 0, size), kernels.rows(stacked, size, 2 * size)
+    return kernels.ffn_weights(gate, up, down.packed, biases=biases)
 
 
 def swiglu(x: Tensor, expert: Expert) -> Tensor:
@@ -51,6 +72,28 @@ def swiglu(x: Tensor, expert: Expert) -> Tensor:
 
 def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
+                experts: Sequence[Expert]) -> None:  # fmt: skip
+    """`add_expert` for neighbours in ascending order; in one call of the fused kernel if they can."""
+    first, down = experts[0], experts[0].down
+    native = [expert.native for expert in experts if expert.native is not None]
+    if len(native) < len(experts) or not isinstance(down, NativeLinear):
+        for expert in experts:
+            add_expert(output, hidden, rows, expert)
+        return
+    clamped = first.limit is not None
+    down.kernels.add_ffn(
+        output,
+        hidden,
+        native,
+        starts=rows.starts[first.index : first.index + len(experts) + 1],
+        tokens=rows.tokens,
+        weights=rows.weights,
+        round_x=down.round_x,
+        gate=Gate(alpha=_CLAMPED_ALPHA, shift=1.0, limit=first.limit) if clamped else SILU,
+    )
 
 
 def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:

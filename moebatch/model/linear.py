@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moebatch.errors import ModelError
+from moebatch.native.kernels import Kernels
+
 ComputeType = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8"]
 _FP16_MAX = 65504.0
 # Rows are upcast in tiles that stay in the L2 cache (1 MiB of float32 a core, two cores).
 _TILE_ELEMENTS = 1 << 19
@@ -127,6 +131,34 @@ def _never_one(x: Tensor) -> Tensor:
     return x.bfloat16().expand(2, -1).contiguous() if x.shape[0] == 1 else x.bfloat16()
 
 
+class NativeLinear:
+    """A weight in the native kernels' panels: float32 sums; a bit-for-bit constant per token.
+
+    With `round_x`, x is rounded to bf16 where the weight is bf16, and to 8 bits where the weight is
+    and the processor multiplies such numbers; the result stays float32.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, weight: Tensor, kernels: Kernels, *, round_x: bool,
+                 how: Literal["copy", "in place", "int8"] = "copy") -> None:  # fmt: skip
+        """`weight` [O, I]; "in place" turns its own memory into panels where its shape allows it."""
+        pack_weight = {
+            "copy": kernels.pack,
+            "in place": kernels.pack_in_place,
+            "int8": kernels.pack_int8,
+        }[how]
+        self.kernels, self.packed, self.round_x = kernels, pack_weight(weight), round_x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O] float32."""
+        return self.kernels.matmul(x, self.packed, round_x=self.round_x)
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """Some rows of the weight itself [T, I]: a head that is tied serves as the embedding."""
+        return self.kernels.unpack_rows(self.packed, rows)
+
+
 def has_fbgemm() -> bool:
     """Whether PyTorch was built with fbgemm (x86 only)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
@@ -143,15 +175,37 @@ def has_bf16() -> bool:
     )
 
 
-def pack(weight: Tensor, compute: ComputeType = "float32") -> Linear:
+def pack(weight: Tensor, compute: ComputeType = "float32",
+         kernels: Kernels | None = None) -> Linear:  # fmt: skip
     """The fastest form for a weight that stays in memory; copies it."""
+    if kernels is not None:
+        return NativeLinear(weight, kernels, round_x=compute == "bfloat16")
     if compute == "bfloat16" and weight.dtype == torch.bfloat16:
         return PackedBf16Linear(weight)
     return PackedLinear(weight) if PackedLinear.can_pack(weight) else TensorLinear(weight.clone())
 
 
-def in_place(weight: Tensor, compute: ComputeType = "float32") -> Linear:
-    """The form for a weight that is used where it lies, as long as its bytes are there."""
+def quantize(weight: Tensor, compute: ComputeType, kernels: Kernels) -> Linear:
+    """The weight rounded to 8 bits, each output on a scale of its own; a copy.
+
+    Raises: ModelError for weights that are not finite: they have no scale.
+    """
+    if not bool(weight.isfinite().all()):
+        raise ModelError(
+            "the model has weights that are not finite, which cannot be quantised",
+            hint="leave --quantization away, or repair the checkpoint",
+        )
+    return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how="int8")
+
+
+def in_place(weight: Tensor, compute: ComputeType = "float32",
+             kernels: Kernels | None = None) -> Linear:  # fmt: skip
+    """The form for a weight that is used where it lies, as long as its bytes are there.
+
+    The native kernels reorder those bytes: `weight` has no rows any more.
+    """
+    if kernels is not None:
+        return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how="in place")
     if compute == "bfloat16" and weight.dtype == torch.bfloat16:
         return Bf16Linear(weight)
     return TensorLinear(weight)

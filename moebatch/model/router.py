@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from moebatch.model.linear import Linear
 from moebatch.plan.model_spec import RouterSpec
 
 
@@ -16,7 +17,7 @@ from moebatch.plan.model_spec import RouterSpec
 class Router:
     """A layer's router: matrix [E, D], bias of the logits [E], bias of the choice [E]; all float32."""
 
-    weight: Tensor
+    weight: Tensor | Linear
     bias: Tensor | None = None
     selection_bias: Tensor | None = None
 
@@ -24,9 +25,7 @@ class Router:
 def route(hidden: Tensor, router: Router, spec: RouterSpec, *, top_k: int,
           ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Expert weights [T, K] float32 and expert ids [T, K] of hidden [T, D]; see RouterSpec."""
-    # A single token twice: the library adds up a vector in another order than a matrix.
-    several = hidden.expand(2, -1) if hidden.shape[0] == 1 else hidden
-    logits = linear(several, router.weight, router.bias)[: hidden.shape[0]]
+    logits = router_logits(hidden, router)
     if spec.scores == "sparsemixer":
         return _sparsemixer(logits, top_k, spec.jitter)
     if spec.scores == "softmax_of_chosen":
@@ -42,6 +41,16 @@ def route(hidden: Tensor, router: Router, spec: RouterSpec, *, top_k: int,
         norm = torch.linalg.vector_norm(weights, ord=spec.norm_p, dim=-1, keepdim=True)
         weights = weights / norm.clamp(min=spec.norm_min)
     return weights * spec.scale, experts
+
+
+def router_logits(hidden: Tensor, router: Router) -> Tensor:
+    """float32 logits [T, E] of hidden [T, D]."""
+    if not isinstance(router.weight, Tensor):
+        logits = router.weight(hidden)
+        return logits if router.bias is None else logits + router.bias
+    # A single token twice: the library adds up a vector in another order than a matrix.
+    several = hidden.expand(2, -1) if hidden.shape[0] == 1 else hidden
+    return linear(several, router.weight, router.bias)[: hidden.shape[0]]
 
 
 def _best_groups(choice: Tensor, spec: RouterSpec) -> Tensor:

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from moebatch.model.experts import Expert
+from moebatch.model.experts import Expert, fused
 from moebatch.model.layers import Norm, apply_rope, rms_norm
-from moebatch.model.linear import Linear
+from moebatch.model.linear import Linear, NativeLinear
 from moebatch.model.router import Router
 from moebatch.plan.model_spec import ModelSpec
 
 Parts = Mapping[str, Linear | Tensor]
 # Parts that are applied by `Linear`; all others stay float32 tensors.
 MATRICES = ("qkv", "output", "q_b", "gate_up", "down", "base_gate_up", "base_down")
+# Small matrices that stay in float32; the native kernels multiply them where there are any.
+SMALL_MATRICES = ("router", "shared_gate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class BaseFFN:
     """The FFN of every token of a layer; `gate` [1, D] weighs it by a sigmoid."""
 
     expert: Expert
-    gate: Tensor | None
+    gate: Tensor | Linear | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """Embedding table [V, D] in the checkpoint's type, final norm, LM head and its bias."""
+    """Embedding table [V, D] in the checkpoint's type, to be indexed; final norm, LM head, its bias."""
 
-    embedding: Tensor
+    embedding: Tensor | NativeLinear
     final_norm: Norm
     head: Linear
     head_bias: Tensor | None
@@ -63,7 +66,7 @@ def attention_weights(parts: Parts, spec: ModelSpec) -> AttentionWeights:
     router = None
     if "router" in parts:
         router = Router(
-            weight=_tensor(parts["router"]),
+            weight=parts["router"],
             bias=_optional(parts, "router_bias"),
             selection_bias=_optional(parts, "selection_bias"),
         )
@@ -98,21 +101,30 @@ def norm_of(parts: Parts, name: str, spec: ModelSpec) -> Norm:
 def expert_of(parts: Parts, *, index: int, size: int, limit: float | None,
               prefix: str = "") -> Expert:  # fmt: skip
     """The expert that a page holds."""
+    gate_up, down = _linear(parts[prefix + "gate_up"]), _linear(parts[prefix + "down"])
+    gate_up_bias = _optional(parts, prefix + "gate_up_bias")
+    down_bias = _optional(parts, prefix + "down_bias")
     return Expert(
         index=index,
         size=size,
-        gate_up=_linear(parts[prefix + "gate_up"]),
-        down=_linear(parts[prefix + "down"]),
-        gate_up_bias=_optional(parts, prefix + "gate_up_bias"),
-        down_bias=_optional(parts, prefix + "down_bias"),
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
         limit=limit,
+        native=fused(gate_up, down, size=size, gate_up_bias=gate_up_bias, down_bias=down_bias),
     )
 
 
 def base_ffn(parts: Parts, *, size: int) -> BaseFFN:
     """The FFN for every token that an attention page holds."""
     expert = expert_of(parts, index=0, size=size, limit=None, prefix="base_")
-    return BaseFFN(expert=expert, gate=_optional(parts, "shared_gate"))
+    return BaseFFN(expert=expert, gate=parts.get("shared_gate"))
+
+
+def gate_values(x: Tensor, gate: Tensor | Linear) -> Tensor:
+    """What the FFN of every token is weighed by [T, 1]: x [T, D] float32."""
+    return (linear(x, gate) if isinstance(gate, Tensor) else gate(x)).sigmoid()
 
 
 def project(x: Tensor, weights: AttentionWeights, spec: ModelSpec, rope: tuple[Tensor, Tensor],

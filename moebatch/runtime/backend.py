@@ -9,7 +9,8 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.layers import Rope
-from moebatch.model.linear import ComputeType
+from moebatch.model.linear import ComputeType, Quantization
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
 from moebatch.plan.policy import Policy
@@ -19,6 +20,7 @@ from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
 from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.weight_store import WeightStore
 
 Progress = Callable[[int, int], None]
@@ -79,9 +81,13 @@ class HostBackend:
     one_by_one = True
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 compute: ComputeType,
+                 compute: ComputeType, kernels: Kernels | None = None,
+                 quantization: Quantization = "none",
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
-        """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`."""
+        """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`.
+
+        Without native kernels PyTorch computes everything.
+        """
         self._spec = spec
         self._table = table_of(spec, policy)
         self._page_slots = max(1, min(policy.page_slots, len(self._table.streamed)))
@@ -92,10 +98,13 @@ class HostBackend:
             table=self._table,
             page_slots=self._page_slots,
             compute=compute,
+            kernels=kernels,
+            quantization=quantization,
         )
         self.kv = host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self._store, kv=self.kv)
+        self._native = attends_natively(spec, kernels)
+        self._forward = Forward(spec=spec, store=self._store, kv=self.kv, kernels=kernels)
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
                                   interrupted=interrupted)  # fmt: skip
         self._schedules: dict[int, list[Task]] = {}
@@ -109,7 +118,8 @@ class HostBackend:
         self, groups: Sequence[Sequence[Segment]], *, all_logits: bool = False
     ) -> PassResult:
         """See Backend."""
-        one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows)
+        one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows,
+                         native=self._native)  # fmt: skip
         self._forward.begin(one, wanted=None if all_logits else one.wanted)
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moebatch.model.layers import Rope
 from moebatch.runtime.kv_cache import BlockTable, KVCache
+from moebatch.runtime.native_attention import NativeContext, native_context
 
 # Decode rows are attended in groups whose shortest block table is at least this share of the
 # longest: bounds the padding of a gather and keeps the number of calls small.
@@ -89,6 +90,8 @@ class MicroBatch:
 
     `slots` [Q, G] is where they are written, `ring_slots` [N, G] where the N decode tokens, which come
     first, are written in layers with a window.
+    With `native` the native kernels attend all rows at once; without it, `decode` and `prompts` say
+    what PyTorch does piece by piece.
     """
 
     first: int
@@ -98,6 +101,7 @@ class MicroBatch:
     rope: tuple[Tensor, Tensor]
     decode: tuple[DecodeGroup, ...]
     prompts: tuple[PromptRun, ...]
+    native: NativeContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +120,11 @@ class Pass:
 
 
 def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
-               windows: Seq[int | None]) -> Pass:  # fmt: skip
-    """Lay out the segments of each micro-batch; their blocks must already be allocated."""
+               windows: Seq[int | None], native: bool = False) -> Pass:  # fmt: skip
+    """Lay out the segments of each micro-batch; their blocks must already be allocated.
+
+    `native`: attention is the native kernels'.
+    """
     first, ids = 0, []
     micro_batches, last_tokens = [], []
     wanted: list[int] = []
@@ -129,7 +136,9 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
         last_tokens.append(tuple(position[k] - 1 for k in range(len(segments))))
         for segment, end in zip(ordered, ends, strict=True):
             wanted += range(end - segment.wanted, end)
-        micro_batches.append(_micro_batch(first, ordered, kv=kv, rope=rope, windows=windows))
+        micro_batches.append(
+            _micro_batch(first, ordered, kv=kv, rope=rope, windows=windows, native=native)
+        )
         ids += [token for segment in ordered for token in segment.token_ids]
         first = micro_batches[-1].last
     return Pass(
@@ -154,20 +163,17 @@ def _ends(segments: Seq[Segment], first: int) -> list[int]:
 
 
 def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
-                 windows: Seq[int | None]) -> MicroBatch:  # fmt: skip
+                 windows: Seq[int | None], native: bool) -> MicroBatch:  # fmt: skip
     num_decode = sum(len(segment.token_ids) == 1 for segment in segments)
-    groups = tuple(
-        _decode_group(segments[a:b], a, kv=kv, windows=windows)
-        for a, b in _decode_bounds(segments[:num_decode], kv)
-    )
-    end, prompts = num_decode, []
-    for segment in segments[num_decode:]:
-        begin, end = end, end + len(segment.token_ids)
-        earlier = kv.block_rows([segment.blocks]) if segment.start else None
-        ring = _ring_run(segment, kv, windows) if kv.ring_tokens else None
-        prompts.append(
-            PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier, ring=ring)
-        )
+    decode: tuple[DecodeGroup, ...] = ()
+    prompts: tuple[PromptRun, ...] = ()
+    context = None
+    if native:
+        spans = [(s.blocks, s.start, s.end) for s in segments]
+        context = native_context(spans, num_decode, kv=kv, windows=windows)
+    else:
+        decode = _decode_groups(segments[:num_decode], kv, windows)
+        prompts = _prompt_runs(segments[num_decode:], num_decode, kv, windows)
     positions = torch.cat([torch.arange(s.start, s.end) for s in segments])
     limits = torch.cat([torch.full((s.end - s.start,), max(s.max_len, s.end)) for s in segments])
     slots = torch.cat([kv.slots(s.blocks, s.start, s.end) for s in segments])
@@ -177,13 +183,35 @@ def _micro_batch(first: int, segments: Seq[Segment], *, kv: KVCache, rope: Rope,
         ring_slots = torch.cat(rings) if rings else slots[:0]
     return MicroBatch(
         first=first,
-        last=first + end,
+        last=first + positions.numel(),
         slots=slots,
         ring_slots=ring_slots,
         rope=rope.table(positions, limits),
-        decode=groups,
-        prompts=tuple(prompts),
+        decode=decode,
+        prompts=prompts,
+        native=context,
     )
+
+
+def _decode_groups(segments: Seq[Segment], kv: KVCache,
+                   windows: Seq[int | None]) -> tuple[DecodeGroup, ...]:  # fmt: skip
+    return tuple(
+        _decode_group(segments[a:b], a, kv=kv, windows=windows)
+        for a, b in _decode_bounds(segments, kv)
+    )
+
+
+def _prompt_runs(segments: Seq[Segment], first: int, kv: KVCache,
+                 windows: Seq[int | None]) -> tuple[PromptRun, ...]:  # fmt: skip
+    end, runs = first, []
+    for segment in segments:
+        begin, end = end, end + len(segment.token_ids)
+        earlier = kv.block_rows([segment.blocks]) if segment.start else None
+        ring = _ring_run(segment, kv, windows) if kv.ring_tokens else None
+        runs.append(
+            PromptRun(first=begin, last=end, context=segment.end, block_rows=earlier, ring=ring)
+        )
+    return tuple(runs)
 
 
 def _ring_run(segment: Segment, kv: KVCache, windows: Seq[int | None]) -> RingRun:

@@ -13,13 +13,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from moebatch.model.attention import absorb_queries, attend_decode, release_values
 from moebatch.model.experts import add_expert
 from moebatch.model.grouped import add_results, grouped_swiglu
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
-from moebatch.model.weights import project
+from moebatch.model.weights import gate_values, project
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pipeline import Phase, Step
 from moebatch.plan.schedule import Op, Task
@@ -280,7 +279,7 @@ class DeviceForward:
         rows = everything(names.numel(), names)
         weights = rows.weights
         if ffn.gate is not None:
-            weights = linear(normed.float(), ffn.gate).sigmoid()
+            weights = gate_values(normed.float(), ffn.gate)
         rows = replace(rows, weights=weights * self._spec.residual_multiplier)
         add_expert(self._hidden.of(part), normed, rows, ffn.expert)
 

@@ -12,6 +12,7 @@ import torch
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.runtime.backend import HostBackend, Progress
@@ -54,7 +55,8 @@ class ModelSource:
     name, free = "draft", False
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
-                 compute: ComputeType, vocab_size: int) -> None:  # fmt: skip
+                 compute: ComputeType, vocab_size: int,
+                 kernels: Kernels | None = None) -> None:  # fmt: skip
         """The policy keeps all weights; `vocab_size` is the target's, no other token is drafted.
 
         Sequences that its cache has no room for get no drafts.
@@ -62,7 +64,7 @@ class ModelSource:
         self._spec, self._vocab_size = spec, vocab_size
         self._prefill_tokens = policy.prefill_tokens
         self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
-                                    compute=compute)  # fmt: skip
+                                    compute=compute, kernels=kernels)  # fmt: skip
         self._kv = self._backend.kv
         self._held: dict[Sequence, _Held] = {}
 

@@ -16,7 +16,8 @@ from moebatch.data.requests import Completion, Generated, Outcome, Request, RowE
 from moebatch.errors import Interrupted, UsageError
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
-from moebatch.model.linear import ComputeType, has_bf16
+from moebatch.model.linear import ComputeType, Quantization, has_bf16
+from moebatch.native.kernels import Kernels
 from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
@@ -33,10 +34,12 @@ from moebatch.runtime.speculative import Due, Speculator, choose_tokens, chunks
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
 
 
-def use_threads(count: int) -> int:
-    """Let PyTorch compute with this many threads from now on; returns the count."""
-    torch.set_num_threads(count)
-    return count
+def use_threads(count: int, *, native: bool) -> None:
+    """Let PyTorch compute with this many threads from now on.
+
+    Beside native kernels it gets one: its idle threads spin, and would take their cores away.
+    """
+    torch.set_num_threads(1 if native else count)
 
 
 def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
@@ -52,6 +55,21 @@ def compute_type(dtype: str, weight_dtype: str) -> ComputeType:
             hint="leave --dtype away, or use --dtype float32",
         )
     return "bfloat16" if native and dtype != "float32" else "float32"
+
+
+def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
+    """What --quantization means on this machine.
+
+    Raises: UsageError where there are no kernels for it.
+    """
+    if asked == "none":
+        return "none"
+    if kernels is None:
+        raise UsageError(
+            f"--quantization {asked} needs the native kernels, which are not there",
+            hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
+        )
+    return "int8"
 
 
 @dataclass(slots=True)
@@ -75,11 +93,13 @@ class Engine:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  open_stream: OpenStream, decode: Decode, eos_token_ids: tuple[int, ...],
                  max_model_len: int, compute: ComputeType = "float32",
+                 kernels: Kernels | None = None, quantization: Quantization = "none",
                  device: Device | None = None, traced_passes: int = 0,
                  stats: "EngineStats | None" = None, speculator: Speculator | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
+        Without native kernels PyTorch computes everything; they are for the host.
         `device`: the accelerator, None where there is none; closed with the engine.
         `speculator`: where drafts come from, None for none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
@@ -94,7 +114,9 @@ class Engine:
         self._backend: Backend
         if device is None:
             self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
-                                        compute=compute, interrupted=interrupted)  # fmt: skip
+                                        compute=compute, kernels=kernels,
+                                        quantization=quantization,
+                                        interrupted=interrupted)  # fmt: skip
         else:
             with memory_errors(), closed_on_error(device):
                 self._backend = DeviceBackend(

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from moebatch.model.attention import (
     absorb_queries,
@@ -19,24 +18,27 @@ from moebatch.model.attention import (
     expand_latents,
     release_values,
 )
-from moebatch.model.experts import add_expert
+from moebatch.model.experts import Expert, add_experts
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
-from moebatch.model.weights import project
+from moebatch.model.weights import gate_values, project
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE
 from moebatch.plan.schedule import Op, Task
 from moebatch.runtime.batch import DecodeGroup, Pass, PromptRun
 from moebatch.runtime.executor import Handler
 from moebatch.runtime.kv_cache import KVCache
+from moebatch.runtime.native_attention import attend
 from moebatch.runtime.weight_store import WeightStore
 
 
 class Forward:
     """Handlers of the ops. `begin` a pass, let the executor run a schedule, then take `logits`."""
 
-    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache) -> None:
-        """The weights and the cache that the handlers work on."""
-        self._spec, self._store, self._kv = spec, store, kv
+    def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
+                 kernels: Kernels | None = None) -> None:  # fmt: skip
+        """The weights and the cache that the handlers work on; `kernels` attend where they can."""
+        self._spec, self._store, self._kv, self._kernels = spec, store, kv, kernels
         self.expert_tokens = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
 
     @property
@@ -64,6 +66,7 @@ class Forward:
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._rows: ExpertRows | None = None
+        self._experts: list[Expert] = []
 
     def logits(self, tokens: Tensor) -> Tensor:
         """float32 logits [S, V] of the given tokens of the pass [S]."""
@@ -94,6 +97,14 @@ class Forward:
         part, layer = self._pass.micro_batches[task.micro_batch], task.layer
         windowed = self._spec.layer_windows[layer] is not None
         q, k, v = self._qkv
+        if part.native is not None:
+            assert self._kernels is not None
+            self._attended = attend(
+                self._qkv, part.native, layer=layer, kv=self._kv, kernels=self._kernels,
+                window=self._spec.layer_windows[layer], scale=self._spec.scale,
+                sinks=self._store.attention(layer).sinks,
+            ).flatten(1)  # fmt: skip
+            return
         self._attended = torch.empty(q.shape[0], self._spec.attended_size)
         for group in part.decode:
             rows = slice(group.first, group.last)
@@ -168,15 +179,22 @@ class Forward:
             self._routed.append(routed)
 
     def _ffn(self, task: Task) -> None:
-        """One expert over its tokens of all micro-batches, added to the residual stream."""
+        """One expert over its tokens of all micro-batches, added to the residual stream.
+
+        Experts that stay in memory wait for the next that does not, or the layer's last: one call
+        for many experts keeps all cores busy where some have few tokens.
+        """
         if task.page == ATTENTION_PAGE:
             self._base_ffn(task.layer)
             return
         if task.page == 1:
             self._rows = self._group(task.layer)
         assert self._rows is not None
-        expert = self._store.expert(task.layer, task.page)
-        add_expert(self._hidden, self._normed, self._rows, expert)
+        self._experts.append(self._store.expert(task.layer, task.page))
+        last = task.page == self._spec.num_experts
+        if last or not self._store.is_resident(task.layer, task.page):
+            add_experts(self._hidden, self._normed, self._rows, self._experts)
+            self._experts.clear()
 
     def _base_ffn(self, layer: int) -> None:
         """The FFN that every token of a layer goes through."""
@@ -185,9 +203,9 @@ class Forward:
         weights = rows.weights
         if ffn.gate is not None:
             normed = self._normed if tokens is None else self._normed[tokens]
-            weights = linear(normed.float(), ffn.gate).sigmoid()
+            weights = gate_values(normed.float(), ffn.gate)
         rows = replace(rows, weights=weights * self._spec.residual_multiplier)
-        add_expert(self._hidden, self._normed, rows, ffn.expert)
+        add_experts(self._hidden, self._normed, rows, [ffn.expert])
 
     def _tokens(self, layer: int) -> Tensor | None:
         """The tokens that a layer's FFN is computed for; None for all."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moebatch.native.kernels import Context
 from moebatch.plan.memory import ring_blocks
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 
@@ -30,6 +31,9 @@ class BlockTable:
 
     def __len__(self) -> int:
         return len(self.full)
+
+
+Span = tuple[BlockTable, int, int]  # tokens [start, end) of a sequence
 
 
 class KVCache:
@@ -72,7 +76,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_tokens = KV_BLOCK_TOKENS
         self.gather_bytes_per_block = pools * num_kv_heads * KV_BLOCK_TOKENS * head_dim * 4
-        self.dtype = _DTYPES[dtype]
+        self.dtype, self._dtype_name = _DTYPES[dtype], dtype
         # Caches elsewhere that hold layers of the same sequences.
         self.followers: list[KVCache] = []
 
@@ -144,9 +148,43 @@ class KVCache:
             rows = values.reshape(-1, head_dim).to(self.dtype)
             pool.view(-1, head_dim).index_copy_(0, flat, rows)
 
+    def pools(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as they lie: [blocks * G, KV_BLOCK_TOKENS, d] each."""
+        keys, values = self._layers[layer]
+        return keys, values
+
     def rounded(self, values: Tensor) -> Tensor:
         """What comes back of values that are written: attention sees the same either way."""
         return values.to(self.dtype).float()
+
+    def context(self, spans: Sequence[Span], *, ring: bool = False) -> Context:
+        """What the native kernels take: one row for each token of the spans, which sees up to itself.
+
+        `ring`: in a layer with a window, where the blocks of a ring come round and round.
+        """
+        counts = torch.tensor([end - start for _, start, end in spans])
+        longest = max(blocks_for(end) for _, _, end in spans)
+        tables = torch.zeros(len(spans), longest, dtype=torch.int32)
+        for row, (table, _, end) in zip(tables, spans, strict=True):
+            blocks = torch.tensor(table.ring if ring else table.full, dtype=torch.int32)
+            used = torch.arange(blocks_for(end))
+            row[: used.numel()] = blocks[used % max(1, self._ring_blocks)] if ring else blocks[used]
+        return Context(
+            sequences=torch.repeat_interleave(counts),
+            lengths=torch.cat([torch.arange(start + 1, end + 1) for _, start, end in spans]),
+            tables=tables,
+            num_kv_heads=self._num_kv_heads,
+        )
+
+    def scratch(self, lengths: Sequence[int]) -> "tuple[KVCache, list[BlockTable]]":
+        """A cache of one layer of the same shape, with room for sequences of these lengths."""
+        cache = KVCache(num_layers=1, num_blocks=sum(blocks_for(n) for n in lengths),
+                        num_kv_heads=self._num_kv_heads, head_dim=self._layers[0].shape[3],
+                        dtype=self._dtype_name)  # fmt: skip
+        tables = [BlockTable() for _ in lengths]
+        for table, length in zip(tables, lengths, strict=True):
+            cache.extend(table, length)
+        return cache, tables
 
     def block_rows(self, tables: Sequence[BlockTable]) -> Tensor:
         """What `gather` takes for these rows: their blocks head by head, padded to the longest."""

@@ -17,9 +17,18 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.families.parts import Part
-from moebatch.model.linear import ComputeType, Linear, in_place, pack
+from moebatch.model.linear import (
+    ComputeType,
+    Linear,
+    NativeLinear,
+    Quantization,
+    in_place,
+    pack,
+    quantize,
+)
 from moebatch.model.weights import (
     MATRICES,
+    SMALL_MATRICES,
     AttentionWeights,
     BaseFFN,
     Vocabulary,
@@ -28,6 +37,7 @@ from moebatch.model.weights import (
     expert_of,
     norm_of,
 )
+from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 from moebatch.runtime.page_reader import PageReader
@@ -39,13 +49,22 @@ class WeightStore:
     """The weights of one model under one page table."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
-                 table: PageTable, page_slots: int, compute: ComputeType) -> None:  # fmt: skip
-        """Allocate the page buffer; nothing is read yet."""
+                 table: PageTable, page_slots: int, compute: ComputeType,
+                 kernels: Kernels | None = None,
+                 quantization: Quantization = "none") -> None:  # fmt: skip
+        """Allocate the page buffer; nothing is read yet. Without kernels PyTorch computes.
+
+        Quantisation needs kernels; it takes the matrices of the pages, not the vocabulary's.
+        """
+        assert quantization == "none" or kernels is not None
         self._spec, self._family = spec, family
         self._table, self._compute = table, compute
+        self._kernels, self._quantization = kernels, quantization
+        self._experts: dict[Where, Expert] = {}
         self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
         self._pages: dict[Where, dict[str, Linear | Tensor]] = {}
         self._attention: dict[int, AttentionWeights] = {}
+        self._base_ffns: dict[int, BaseFFN] = {}
         self._slot_of: dict[Where, Tensor] = {}
         self._plans = {w: self._reader.plan(self._parts(w)) for w in table.streamed}
         slot_bytes = max((plan.num_bytes for plan in self._plans.values()), default=0)
@@ -71,9 +90,7 @@ class WeightStore:
             if getattr(scratch, "buffer", None) is None or scratch.buffer.numel() < plan.num_bytes:
                 scratch.buffer = _buffer(plan.num_bytes)
             tensors = self._reader.read(plan, scratch.buffer)
-            self._pages[one] = {
-                name: _keep(name, tensor, self._compute) for name, tensor in tensors.items()
-            }
+            self._pages[one] = {name: self._keep(name, tensor) for name, tensor in tensors.items()}
 
         with ThreadPoolExecutor(max_workers=threads) as pool:
             for done, _ in enumerate(pool.map(load, where), start=1):
@@ -86,15 +103,15 @@ class WeightStore:
         tensors = self._reader.read(plan, slot)
         self._reader.forget(plan)
         self._slot_of[where] = slot
-        self._pages[where] = {
-            name: _view(name, tensor, self._compute) for name, tensor in tensors.items()
-        }
+        self._pages[where] = {name: self._view(name, tensor) for name, tensor in tensors.items()}
 
     def free_page(self, layer: int, page: int) -> None:
         """Give a streamed page's slot back; its views die."""
         del self._pages[(layer, page)]
         if page == ATTENTION_PAGE:
             self._attention.pop(layer, None)
+            self._base_ffns.pop(layer, None)
+        self._experts.pop((layer, page), None)
         self._free_slots.append(self._slot_of.pop((layer, page)))
 
     def attention(self, layer: int) -> AttentionWeights:
@@ -107,13 +124,25 @@ class WeightStore:
 
     def base_ffn(self, layer: int) -> BaseFFN:
         """The FFN of every token in a layer's attention page, which must be there and have one."""
-        size = self._spec.base_ffn_size(layer)
-        return base_ffn(self._pages[(layer, ATTENTION_PAGE)], size=size)
+        found = self._base_ffns.get(layer)
+        if found is None:
+            size = self._spec.base_ffn_size(layer)
+            found = base_ffn(self._pages[(layer, ATTENTION_PAGE)], size=size)
+            self._base_ffns[layer] = found
+        return found
 
     def expert(self, layer: int, page: int) -> Expert:
         """The expert of an expert page, which must be there."""
-        spec, parts = self._spec, self._pages[(layer, page)]
-        return expert_of(parts, index=page - 1, size=spec.expert_size, limit=spec.swiglu_limit)
+        found = self._experts.get((layer, page))
+        if found is None:
+            spec, parts = self._spec, self._pages[(layer, page)]
+            found = expert_of(parts, index=page - 1, size=spec.expert_size, limit=spec.swiglu_limit)
+            self._experts[(layer, page)] = found
+        return found
+
+    def is_resident(self, layer: int, page: int) -> bool:
+        """Whether a page stays in memory for good."""
+        return (layer, page) not in self._slot_of
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -122,7 +151,9 @@ class WeightStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the experts compute, and want their inputs."""
+        """The type in which the experts want their inputs."""
+        if self._kernels is not None:
+            return torch.float32  # they round x themselves
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
     def _parts(self, where: Where) -> tuple[Part, ...]:
@@ -135,13 +166,39 @@ class WeightStore:
         plan = self._reader.plan(parts)
         return self._reader.read(plan, _buffer(plan.num_bytes))
 
+    def _keep(self, name: str, tensor: Tensor) -> Linear | Tensor:
+        """The form in which a part stays in memory: a copy, since the buffer is used again."""
+        if name in MATRICES and self._quantization == "int8" and self._kernels is not None:
+            return quantize(tensor, self._compute, self._kernels)
+        if name in MATRICES:
+            return pack(tensor, self._compute, self._kernels)
+        return self._small(name, tensor, copy=True)
+
+    def _view(self, name: str, tensor: Tensor) -> Linear | Tensor:
+        """The form in which a streamed part is used: the matrices in place, or quantised anew."""
+        if name in MATRICES and self._quantization != "none":
+            return self._keep(name, tensor)
+        if name in MATRICES:
+            return in_place(tensor, self._compute, self._kernels)
+        return self._small(name, tensor, copy=False)
+
+    def _small(self, name: str, tensor: Tensor, *, copy: bool) -> Linear | Tensor:
+        """All other parts are held in float32."""
+        values = tensor.to(torch.float32, copy=copy)
+        if name in SMALL_MATRICES and self._kernels is not None:
+            return NativeLinear(values, self._kernels, round_x=False)
+        return values
+
     def _load_vocabulary(self) -> Vocabulary:
         parts = {part.name: part for part in self._family.vocabulary_parts(self._spec)}
-        embedding = self._read_now(parts["embedding"])["embedding"]
+        embedding: Tensor | NativeLinear
+        embedding = table = self._read_now(parts["embedding"])["embedding"]
         if self._spec.tie_embeddings:
-            head = in_place(embedding, self._compute)
+            head = in_place(table, self._compute, self._kernels)
+            if isinstance(head, NativeLinear):  # the table's own memory, or a copy of it
+                embedding = head
         else:
-            head = pack(self._read_now(parts["head"])["head"], self._compute)
+            head = pack(self._read_now(parts["head"])["head"], self._compute, self._kernels)
         small = [part for name, part in parts.items() if name not in ("embedding", "head")]
         vectors = {
             name: tensor.to(torch.float32, copy=True)
@@ -157,13 +214,3 @@ class WeightStore:
 
 def _buffer(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _keep(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
-    """The form in which a part stays in memory: a copy, since the buffer is used again."""
-    return pack(tensor, compute) if name in MATRICES else tensor.to(torch.float32, copy=True)
-
-
-def _view(name: str, tensor: Tensor, compute: ComputeType) -> Linear | Tensor:
-    """The form in which a streamed part is used: the matrices in place."""
-    return in_place(tensor, compute) if name in MATRICES else tensor.float()

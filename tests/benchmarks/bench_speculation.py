@@ -29,18 +29,20 @@ from moebatch.plan.draft_time import pass_seconds
 from moebatch.plan.policy import Overrides
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.runtime import host
-from moebatch.runtime.engine import Engine, compute_type, use_threads
+from moebatch.runtime.arithmetic import Arithmetic, prepare
+from moebatch.runtime.engine import Engine
 from moebatch.units import parse_bytes
 
 
 def main() -> None:
     asked = _parser().parse_args()
-    use_threads(asked.threads)
     model = resolve_model(asked.model)
     with Checkpoint(model.path) as checkpoint:
         model = with_actual_dtype(model, checkpoint)
         requests = _requests(model, asked)
-        found = [_rows(model, checkpoint, requests[:rows], asked) for rows in asked.rows]
+        how = prepare(dtype="auto", quantization="none", weight_dtype=model.spec.weight_dtype,
+                      threads=asked.threads, accelerator=False)  # fmt: skip
+        found = [_rows(model, checkpoint, requests[:rows], asked, how) for rows in asked.rows]
     print(json.dumps({"model": asked.model, "draft": asked.draft_model, "memory": asked.memory,
                       "temperature": asked.temperature, "rows": found}, indent=1))  # fmt: skip
 
@@ -71,9 +73,9 @@ def _requests(model: LocalModel, asked: Any) -> list[Request]:
 
 
 def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], asked: Any,
-          ) -> dict[str, Any]:  # fmt: skip
+          how: Arithmetic) -> dict[str, Any]:  # fmt: skip
     """One engine: all numbers of drafts, several times each."""
-    rows, compute = len(requests), compute_type("auto", model.spec.weight_dtype)
+    rows, compute = len(requests), how.compute
     work = WorkloadSpec.measure([(len(r.prompt_token_ids), asked.max_tokens) for r in requests],
                                 complete=True)  # fmt: skip
     draft = resolve_model(asked.draft_model) if asked.draft_model else None
@@ -91,10 +93,10 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     with ExitStack() as stack, Engine(
         checkpoint, spec=model.spec, family=model.family, policy=plan.policy, eos_token_ids=(),
         open_stream=lambda skip: None, decode=lambda ids, skip: "", compute=compute,
-        max_model_len=model.spec.max_model_len,
+        kernels=how.kernels, max_model_len=model.spec.max_model_len,
     ) as engine:  # fmt: skip
         engine.load(threads=1)
-        sources = {count: _speculator(drafting, stack, count, model, work, plan, compute, asked)
+        sources = {count: _speculator(drafting, stack, count, model, work, plan, how)
                    for count in asked.drafts}  # fmt: skip
         for _ in range(asked.repeats):
             for count, opened in sources.items():
@@ -116,13 +118,13 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
 
 
 def _speculator(drafting: Drafting, stack: ExitStack, count: str, model: LocalModel,
-                work: WorkloadSpec, plan: Any, compute: Any, asked: Any) -> Any:  # fmt: skip
+                work: WorkloadSpec, plan: Any, how: Arithmetic) -> Any:  # fmt: skip
     if count == "0":
         return None
     tokens = None if count == "auto" else int(count)
     source = Speculation(source=drafting.asked.source, model=drafting.asked.model, tokens=tokens)
     one = Drafting(asked=source, model=drafting.model, policy=drafting.policy)
-    return one.open(stack, model.spec, work, plan, compute=compute, threads=asked.threads)
+    return one.open(stack, model.spec, work, plan, how)
 
 
 def _run(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], Any]:
