@@ -82,6 +82,7 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     drafting = Speculation(source="draft" if draft else "ngram", model=draft).prepared(model, work)
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
+                                quantization="none",
                                 overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
