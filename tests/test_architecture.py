@@ -51,7 +51,7 @@ HEAVY = {
 }
 LIGHT = ("plan", "data", "cli", "report", "errors", "units", "__init__", "__main__",
          "model.__init__", "model.families", "model.resolve", "model.checkpoint",
-         "model.stored", "model.identity")  # fmt: skip
+         "model.stored", "model.identity", "native.__init__", "native.extension")  # fmt: skip
 
 
 def module_of(path: Path) -> str:

@@ -27,7 +27,7 @@ def counted(path, requests, monkeypatch):
     """FLOPs of each op of a run, as PyTorch counts them, and each pass's (prompt, decode) tokens."""
     flops = dict.fromkeys(("head", *Op), 0)
     loads, attended = [], {"decode": 0, "prompt": 0}
-    with open_engine(path, POLICY, weights_resident=0.0) as engine:
+    with open_engine(path, POLICY, weights_resident=0.0, native=False) as engine:
         for op, handler in list(engine._backend._executor._handlers.items()):
 
             def count(task, op=op, handler=handler):

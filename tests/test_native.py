@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebatch.errors import UsageError
-from moebatch.native.kernels import SILU, SIMD_VARIABLE, Gate, Kernels, load_kernels, variants
+from moebatch.native.extension import SIMD_VARIABLE, variants
+from moebatch.native.kernels import SILU, Gate, Kernels, load_kernels
 
 EPSILON = 2.0**-24  # half the spacing of float32 at one
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

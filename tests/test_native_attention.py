@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moebatch.native.kernels import Context, load_kernels, variants
+from moebatch.native.extension import variants
+from moebatch.native.kernels import Context, load_kernels
 
 BLOCK = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

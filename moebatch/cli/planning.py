@@ -36,7 +36,7 @@ def plan_run(model: LocalModel, workload: WorkloadSpec, resources: ResourceOptio
     planned = plan(machine)
     if planned.policy.weights_resident == 1.0:
         return planned
-    from moebatch.runtime.probe import file_bandwidth
+    from moebatch.runtime.disk_probe import file_bandwidth
 
     largest = max(model.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     return plan(replace(machine, disk_bandwidth=file_bandwidth(largest)))
@@ -55,7 +55,8 @@ def _given(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, fixed: Overr
             "the policy is for a machine with an accelerator, and this run has none",
             hint="make one for this machine: moebatch plan DATASET --model M --save FILE",
         )
-    memory = memory_of(spec, policy, base_bytes=base_bytes, workload=workload)
+    memory = memory_of(spec, policy, base_bytes=base_bytes, workload=workload,
+                       native=machine.native)  # fmt: skip
     if memory.total > budget:
         raise NoFeasiblePolicy(
             f"this policy needs {format_bytes(memory.total)} of memory, "

@@ -15,10 +15,11 @@ import typer
 
 from moebatch import __version__
 from moebatch.errors import MoebatchError, UsageError
+from moebatch.native.extension import default_variant
 from moebatch.plan.machine import MachineSpec, loads
 
 ENVIRONMENT = "MOEBATCH_MACHINE"  # a file to be used instead of measuring
-_FORMAT = 1
+_FORMAT = 3
 
 
 def cache_directory() -> Path:
@@ -28,10 +29,10 @@ def cache_directory() -> Path:
 
 
 def cache_file(threads: int) -> Path:
-    """The file of this processor, this many threads and these versions."""
+    """The file of this processor, this many threads, these versions and kernels."""
     processor = "".join(c if c.isalnum() else "-" for c in _processor())
-    simd = os.environ.get("MOEBATCH_SIMD", "")
-    name = f"machine-{_FORMAT}-{__version__}-torch{_torch()}-{processor}-{threads}{simd}.json"
+    parts = (_FORMAT, __version__, f"torch{_torch()}", processor, threads, default_variant())
+    name = f"machine-{'-'.join(map(str, parts))}.json"
     return cache_directory() / name
 
 

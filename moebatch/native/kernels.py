@@ -8,7 +8,6 @@ Shapes: T tokens, I inputs (columns), O outputs (rows), F expert size, R routed 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 from moebatch.errors import UsageError
+from moebatch.native.extension import OFF, SIMD_VARIABLE, extension, variants
 
-SIMD_VARIABLE = "MOEBATCH_SIMD"  # the one debug switch: a variant's name, or "off" for PyTorch
-_OFF = "off"
 _HUGE_PAGE = 2 << 20
 _ALIGN = 64
 CHUNK_TOKENS = 256  # of context, from its start on, that one softmax covers before results merge
@@ -77,33 +75,19 @@ class Context:
 SILU = Gate()
 
 
-def extension() -> ModuleType | None:
-    """The compiled module, or None where the installation has none."""
-    try:
-        return import_module("moebatch.native._kernels")
-    except ImportError:
-        return None
-
-
-def variants() -> list[str]:
-    """Names of the SIMD variants that this processor can run, best first; empty without kernels."""
-    module = extension()
-    return [] if module is None else list(module.variants())
-
-
 def load_kernels(threads: int, variant: str | None = None) -> "Kernels | None":
     """The kernels for a number of threads, or None where there are none or they are switched off.
 
     Raises: UsageError when the environment asks for a variant that does not exist here.
     """
     wanted = variant or os.environ.get(SIMD_VARIABLE, "")
-    if wanted == _OFF:
+    if wanted == OFF:
         return None
     module = extension()
     if wanted and wanted not in variants():
         raise UsageError(
             f"{SIMD_VARIABLE}={wanted} cannot run here",
-            hint="one of: " + ", ".join([*variants(), _OFF]),
+            hint="one of: " + ", ".join([*variants(), OFF]),
         )
     return None if module is None else Kernels(module, variant=wanted, threads=threads)
 

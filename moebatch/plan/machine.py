@@ -36,6 +36,15 @@ class Curve:
         """The highest rate that was seen."""
         return max(rate for _, rate in self.points)
 
+    def rising(self) -> "Curve":
+        """Nowhere lower than further left."""
+        best = np.maximum.accumulate([rate for _, rate in self.points]).tolist()
+        return Curve(tuple((x, rate) for (x, _), rate in zip(self.points, best, strict=True)))
+
+    def at_least(self, other: "Curve") -> "Curve":
+        """Nowhere lower than another curve."""
+        return Curve(tuple((x, max(rate, float(other(x)))) for x, rate in self.points))
+
     def scaled(self, factor: float) -> "Curve":
         """All rates times a factor."""
         return Curve(tuple((x, rate * factor) for x, rate in self.points))
@@ -101,6 +110,7 @@ class MachineSpec:
 
     `link` carries from host to accelerator, `link_back` the other way (b_cg and b_gc); the accelerator
     is one processor also where it stands for several (tensor parallelism within a node).
+    `kernels` is the variant of the native kernels that `rates` were measured with, "pytorch" for none.
     """
 
     name: str
@@ -112,6 +122,12 @@ class MachineSpec:
     num_accelerators: int = 1
     rates: Mapping[str, HostRates] = field(default_factory=dict)
     source: str = ""
+    kernels: str = ""
+
+    @property
+    def native(self) -> bool:
+        """Whether the rates are those of the native kernels."""
+        return self.kernels not in ("", "pytorch")
 
     def scaled_host(self, factor: float) -> "MachineSpec":
         """A host with `factor` times the memory, bandwidth and FLOP/s (paper, figure 10)."""
@@ -148,6 +164,7 @@ class MachineSpec:
                 num_accelerators=int(values.get("num_accelerators", 1)),
                 rates={k: _rates(v) for k, v in values.get("rates", {}).items()},
                 source=str(values.get("source", "")),
+                kernels=str(values.get("kernels", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(

@@ -108,18 +108,20 @@ def kv_cache_bytes(spec: ModelSpec, *, kv_blocks: Amount, batch_size: Amount,
 
 
 def activation_bytes(spec: ModelSpec, *, pass_tokens: Amount, micro_tokens: Amount,
-                     kv_blocks: Amount) -> Amount:  # fmt: skip
+                     kv_blocks: Amount, native: bool = False) -> Amount:  # fmt: skip
     """Hidden states of a pass, one micro-batch's attention, one expert call.
 
     Per token of the pass: hidden, normed, routing. Per token of the largest micro-batch: the norm,
     qkv as multiplied and in float32, q and k while they are rotated.
     """
-    per_pass = 6 * spec.hidden_size + 24 * spec.top_k
+    per_pass = (8 if native else 6) * spec.hidden_size + 24 * spec.top_k
     heads = 3 * spec.q_size + 2 * spec.kv_size
     per_token = (spec.hidden_size + heads) * FLOAT + 6 * spec.qkv_rows
-    calls = (
-        _expert_bytes(spec, pass_tokens) + _gather(spec, kv_blocks) + _products(spec, pass_tokens)
-    )
+    calls = _expert_bytes(spec, pass_tokens)
+    if not native or spec.latent is not None:  # the native kernels attend the cache where it lies
+        calls = calls + _gather(spec, kv_blocks)
+    if not native:
+        calls = calls + _products(spec, pass_tokens)
     return np.ceil(pass_tokens * per_pass + micro_tokens * per_token) + calls
 
 
@@ -154,8 +156,10 @@ def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:
 def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, micro_tokens: Amount,
                 kv_blocks: Amount, attention_pages: Amount, expert_pages: Amount,
                 page_slots: Amount, kv_dtype: str, base_bytes: int,
-                draft_tokens: int = 0) -> MemoryPlan:  # fmt: skip
+                native: bool = False, draft_tokens: int = 0) -> MemoryPlan:  # fmt: skip
     """Peak host memory when so many pages stay; `base_bytes` is what the process takes before any.
+
+    `native`: the native kernels compute, which need no work space to speak of; else PyTorch.
 
     `pass_tokens` go through a layer in one pass, at most `micro_tokens` in one micro-batch, and up to
     `draft_tokens` more of each row.
@@ -173,7 +177,7 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, mic
         vocabulary=vocabulary_bytes(spec),
         resident_weights=np.ceil(attention_pages * mean) + expert_pages * expert,
         page_buffer=np.minimum(page_slots, streamed) * slot
-        + np.where(streamed > 0, decoding_bytes(spec) + _stream_work(spec), 0),
+        + np.where(streamed > 0, decoding_bytes(spec) + (0 if native else _stream_work(spec)), 0),
         loading=loading_bytes(spec, staged),
         kv_cache=kv_cache_bytes(
             spec,
@@ -187,6 +191,7 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, mic
             pass_tokens=pass_tokens + drafts,
             micro_tokens=micro_tokens + drafts,
             kv_blocks=kv_blocks,
+            native=native,
         ),
         logits=logit_bytes(spec, batch_size + drafts),
     )

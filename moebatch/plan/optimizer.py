@@ -51,9 +51,10 @@ def num_pages(spec: ModelSpec) -> int:
 
 
 def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
-              workload: WorkloadSpec | None = None) -> MemoryPlan:  # fmt: skip
+              workload: WorkloadSpec | None = None, native: bool = False) -> MemoryPlan:  # fmt: skip
     """Peak host memory under a policy; `base_bytes` is what the process takes before any weights.
 
+    `native`: computed by the native kernels.
     Without a workload, every pass is taken to be as large as the policy allows.
     """
     attention_pages, expert_pages = resident_pages(spec, policy)
@@ -72,6 +73,7 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
             kv_dtype=policy.kv_dtype,
             base_bytes=base_bytes,
             draft_tokens=policy.draft_tokens,
+            native=native,
             **sizes,
         )
     )

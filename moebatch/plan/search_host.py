@@ -52,7 +52,8 @@ class HostModel:
                  draft_tokens: int = 0) -> None:  # fmt: skip
         """`compute` is the data type of the products, `draft_tokens` the most drafts per row."""
         self.spec, self._workload, self._kv_dtype = spec, workload, kv_dtype
-        self._base, self._draft_tokens = base_bytes, draft_tokens
+        self._base, self._native = base_bytes, machine.native
+        self._draft_tokens = draft_tokens
         self.time = HostTime(spec, machine, compute=compute, kv_dtype=kv_dtype)
 
     def kv_blocks(self, batch: Amount) -> Amount:
@@ -81,6 +82,7 @@ class HostModel:
             kv_dtype=self._kv_dtype,
             base_bytes=self._base,
             draft_tokens=self._draft_tokens,
+            native=self._native,
         )
 
     def throughput(self, at: Candidates) -> Amount:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from moebatch.errors import UsageError
 from moebatch.model.linear import ComputeType, Quantization
-from moebatch.native.kernels import Kernels, extension, load_kernels
+from moebatch.native.extension import extension
+from moebatch.native.kernels import Kernels, load_kernels
 from moebatch.runtime.engine import compute_type, quantization_type, use_threads
 
 _NO_KERNELS = (

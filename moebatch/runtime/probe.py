@@ -5,12 +5,8 @@ timed by running the engine's own handlers with weights that cost nothing. Of re
 quartile counts: a neighbour on a shared machine only ever adds.
 """
 
-import os
-import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,18 +14,28 @@ import torch
 from torch import Tensor
 
 from moebatch.data.requests import SamplingParams
-from moebatch.model.experts import Expert, add_expert
+from moebatch.model.experts import Expert, add_experts, fused
 from moebatch.model.layers import Rope
-from moebatch.model.linear import ComputeType, Linear, has_bf16, in_place, pack
+from moebatch.model.linear import (
+    ComputeType,
+    Linear,
+    NativeLinear,
+    has_bf16,
+    in_place,
+    pack,
+)
 from moebatch.model.router import ExpertRows, group_by_expert
 from moebatch.model.weights import AttentionWeights, Vocabulary, attention_weights, norm_of
+from moebatch.native.kernels import Kernels, load_kernels
 from moebatch.plan.machine import Curve, HostRates, MachineSpec, Processor
 from moebatch.plan.model_spec import ModelSpec, RopeSpec
 from moebatch.plan.schedule import Lane, Op, Task
 from moebatch.runtime import host
 from moebatch.runtime.batch import Segment, build_pass
+from moebatch.runtime.disk_probe import disk_bandwidth
 from moebatch.runtime.forward import Forward
 from moebatch.runtime.kv_cache import BlockTable, KVCache, blocks_for
+from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.sampling import SamplingState, sample
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 384)
@@ -39,8 +45,6 @@ _MOST_TOKENS, _FEW_ROWS = 1024, 16
 _HIDDEN, _EXPERT, _EXPERTS = 1024, 2048, 12  # 151 MB: no cache holds them all
 _SMALL_EXPERT, _SMALL_EXPERTS = 512, 48
 _FEW_TOKENS, _MANY_TOKENS = 8, 128
-_PAGE = 16 << 20
-_DISK_PAGES = 16
 _PRE, _ATTN, _POST = (Task(op, Lane.CPU, 0) for op in (Op.PRE_ATTN, Op.CPU_ATTN, Op.POST_ATTN))
 Step = Callable[[str], None]
 
@@ -55,12 +59,14 @@ def measure(*, directory: Path, threads: int, step: Step = lambda name: None) ->
     bandwidth = read_bandwidth()
     step("disk")
     disk = disk_bandwidth(directory)
+    kernels = load_kernels(threads)
+    torch.set_num_threads(1 if kernels is not None else threads)  # as in a run
     rates: dict[str, HostRates] = {}
     peaks: dict[str, float] = {}
     computes: list[ComputeType] = ["float32", *(["bfloat16"] if has_bf16() else [])]  # type: ignore[list-item]
     for compute in computes:
         step(f"matrix products, {compute}")
-        rates[compute] = host_rates(compute, step=step)
+        rates[compute] = host_rates(compute, kernels, step=step)
         peaks[compute] = rates[compute].gemm["packed"].peak
     about = host.describe()
     return MachineSpec(
@@ -73,7 +79,11 @@ def measure(*, directory: Path, threads: int, step: Step = lambda name: None) ->
         ),
         disk_bandwidth=disk,
         rates=rates,
-        source=f"measured, {threads} threads, torch {torch.__version__}",
+        kernels="pytorch" if kernels is None else kernels.variant,
+        source=f"measured, {threads} threads, "
+        + (
+            f"torch {torch.__version__}" if kernels is None else f"native kernels {kernels.variant}"
+        ),
     )
 
 
@@ -99,62 +109,20 @@ def read_bandwidth() -> float:
     return data.numel() * 4 / timed(data.sum, seconds=0.4)
 
 
-def disk_bandwidth(directory: Path) -> float:
-    """Bytes per second of reading pages of a fresh file that is not in the page cache."""
-    directory.mkdir(parents=True, exist_ok=True)
-    block = os.urandom(_PAGE)
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="moebatch-probe-") as file:
-        for _ in range(_DISK_PAGES):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return _read_rate(file.fileno())
-
-
-def file_bandwidth(path: Path) -> float:
-    """The same for a file that is there already, such as a checkpoint; reads 256 MiB of it at most."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return _read_rate(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_rate(descriptor: int) -> float:
-    """Pages from all over the file: one part may lie in some cache below the operating system's.
-
-    They are read while all cores multiply, as in a pass: a reader alone would be faster.
-    """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        reading = pool.submit(_read_pages, descriptor)
-        matrix = torch.randn(_HIDDEN, _HIDDEN)
-        while not reading.done():
-            torch.mm(matrix, matrix)
-        return reading.result()
-
-
-def _read_pages(descriptor: int) -> float:
-    buffer = memoryview(bytearray(_PAGE))
-    drop = getattr(os, "posix_fadvise", None)
-    if drop is not None:
-        drop(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    pages = max(1, os.fstat(descriptor).st_size // _PAGE)
-    start, done = time.perf_counter(), 0
-    for page in sorted(random.sample(range(pages), min(pages, _DISK_PAGES))):
-        done += os.preadv(descriptor, [buffer], page * _PAGE)
-    return max(done, 1) / (time.perf_counter() - start)
-
-
-def host_rates(compute: ComputeType, *, step: Step = lambda name: None) -> HostRates:
-    """All rates of the host's kernels for one data type of computing."""
+def host_rates(compute: ComputeType, kernels: Kernels | None = None, *,
+               step: Step = lambda name: None) -> HostRates:  # fmt: skip
+    """All rates of the host for one data type of computing, by native kernels or PyTorch."""
     gemm = {
-        "packed": _expert_curve(lambda weight: pack(weight, compute)),
-        "streamed": _expert_curve(lambda weight: in_place(weight, compute)),
+        "packed": _expert_curve(lambda weight: pack(weight, compute, kernels)),
+        "streamed": _expert_curve(lambda weight: in_place(weight, compute, kernels), at_once=1),
     }
+    for form, curve in gemm.items():  # a neighbour only ever slows down
+        gemm[form] = curve.rising()
+    gemm["packed"] = gemm["packed"].at_least(gemm["streamed"])  # what is packed could be left as is
     step("attention")
-    engine = _Hollow(compute)
+    engine = _Hollow(compute, kernels)
     per_task, per_value = engine.around()
-    per_call, visit = _small_experts(compute, gemm["packed"])
+    per_call, visit = _small_experts(lambda weight: pack(weight, compute, kernels), gemm["packed"])
     return HostRates(
         gemm=gemm,
         # The curves hold reading the weights, too: at one token nothing else counts.
@@ -174,28 +142,37 @@ def _experts(form: Callable[[Tensor], Linear], count: int, size: int) -> list[Ex
     """Experts with weights of their own, together larger than any cache: they come from memory."""
     base = torch.randn(2 * size, _HIDDEN).bfloat16()
     return [
-        Expert(index=k, size=size, gate_up=form(base.clone()),
-               down=form(base[:size].t().contiguous()))
+        _expert(k, size, form(base.clone()), form(base[:size].t().contiguous()))
         for k in range(count)
-    ]  # fmt: skip
+    ]
 
 
-def _layer_s(experts: Sequence[Expert], tokens: int) -> float:
-    """Seconds of all experts, each with so many tokens, all that belongs to it included."""
+def _expert(index: int, size: int, gate_up: Linear, down: Linear) -> Expert:
+    native = fused(gate_up, down, size=size, gate_up_bias=None, down_bias=None)
+    return Expert(index=index, size=size, gate_up=gate_up, down=down, native=native)
+
+
+def _layer_s(experts: Sequence[Expert], tokens: int, at_once: int) -> float:
+    """Seconds of all experts, each with so many tokens, all that belongs to it included.
+
+    `at_once` go into one call: those that stay in memory all do, a streamed one is alone.
+    """
     output, hidden, rows = _even_rows(tokens, len(experts), experts[0].gate_up.dtype)
 
     def layer() -> None:
-        for expert in experts:
-            add_expert(output, hidden, rows, expert)
+        for first in range(0, len(experts), at_once):
+            add_experts(output, hidden, rows, experts[first : first + at_once])
 
     return timed(layer)
 
 
-def _expert_curve(form: Callable[[Tensor], Linear]) -> Curve:
+def _expert_curve(form: Callable[[Tensor], Linear], at_once: int = _EXPERTS) -> Curve:
     """FLOP/s of an expert's FFN against its tokens."""
     experts = _experts(form, _EXPERTS, _EXPERT)
     flops = 2.0 * _EXPERTS * 3 * _HIDDEN * _EXPERT
-    points = ((float(tokens), tokens * flops / _layer_s(experts, tokens)) for tokens in _TOKENS)
+    points = (
+        (float(tokens), tokens * flops / _layer_s(experts, tokens, at_once)) for tokens in _TOKENS
+    )
     return Curve(tuple(points))
 
 
@@ -210,16 +187,16 @@ def _even_rows(
     return torch.zeros(len(chosen), _HIDDEN), hidden, rows
 
 
-def _small_experts(compute: ComputeType, curve: Curve) -> tuple[float, float]:
+def _small_experts(form: Callable[[Tensor], Linear], curve: Curve) -> tuple[float, float]:
     """What small experts take beyond their FLOPs at the rate of large ones: (a visit, a hidden value).
 
     Rows are gathered and scattered whatever the expert's size, and each call has its own cost.
     """
-    experts = _experts(lambda weight: pack(weight, compute), _SMALL_EXPERTS, _SMALL_EXPERT)
+    experts = _experts(form, _SMALL_EXPERTS, _SMALL_EXPERT)
 
     def beyond(tokens: int) -> float:
         flops = 2.0 * tokens * 3 * _HIDDEN * _SMALL_EXPERT
-        taken = _layer_s(experts, tokens) / _SMALL_EXPERTS
+        taken = _layer_s(experts, tokens, _SMALL_EXPERTS) / _SMALL_EXPERTS
         return max(0.0, taken - flops / float(curve(tokens)))
 
     few, many = beyond(_FEW_TOKENS), beyond(_MANY_TOKENS)
@@ -248,8 +225,9 @@ class _Costless:
 class _Hollow:
     """The engine's handlers on a one-layer model whose matrices cost nothing."""
 
-    def __init__(self, compute: ComputeType) -> None:
-        self.dtype = torch.bfloat16 if compute == "bfloat16" else torch.float32
+    def __init__(self, compute: ComputeType, kernels: Kernels | None) -> None:
+        rounded = compute == "bfloat16" and kernels is None
+        self.dtype = torch.bfloat16 if rounded else torch.float32
         self._spec = spec = ModelSpec(
             family="probe", num_layers=1, hidden_size=1024, num_q_heads=16, num_kv_heads=4,
             head_dim=64, num_experts=8, top_k=2, expert_size=1024, vocab_size=1024,
@@ -257,7 +235,10 @@ class _Hollow:
             layer_windows=(None,),
         )  # fmt: skip
         width, norm = spec.qkv_rows, torch.ones(spec.hidden_size)
-        router = torch.randn(spec.num_experts, spec.hidden_size)
+        router: Tensor | Linear = torch.randn(spec.num_experts, spec.hidden_size)
+        if kernels is not None and isinstance(router, Tensor):
+            router = NativeLinear(router, kernels, round_x=False)
+        self._native = attends_natively(spec, kernels)
         parts: dict[str, Linear | Tensor] = {
             "input_norm": norm, "post_norm": norm, "qkv": _Costless(width, self.dtype),
             "output": _Costless(spec.hidden_size, self.dtype), "router": router,
@@ -274,11 +255,17 @@ class _Hollow:
             num_kv_heads=spec.num_kv_heads, dtype="bfloat16",
         )  # fmt: skip
         self._rope = Rope(spec.rope, spec.head_dim)
-        self._forward = Forward(spec=spec, store=self, kv=self._kv)  # type: ignore[arg-type]
+        self._forward = Forward(
+            spec=spec, store=self, kv=self._kv, kernels=kernels  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def attention(self, layer: int) -> AttentionWeights:
         """As WeightStore's."""
         return self._attention
+
+    def is_resident(self, layer: int, page: int) -> bool:
+        """As WeightStore's; False has every expert computed by its own task."""
+        return False
 
     def expert(self, layer: int, page: int) -> Expert:
         """An expert whose products cost nothing."""
@@ -300,7 +287,8 @@ class _Hollow:
             Segment(token_ids=tuple(row), start=start, blocks=table)
             for row, table in zip(ids, tables, strict=True)
         ]
-        one = build_pass([segments], kv=self._kv, rope=self._rope, windows=(None,))
+        one = build_pass([segments], kv=self._kv, rope=self._rope, windows=(None,),
+                         native=self._native)  # fmt: skip
         self._forward.begin(one)
         yield
         for table in tables:
