@@ -83,6 +83,7 @@ class Job:
         out = self.output
         if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
             check_accelerator(self.accelerator)  # before there is a side directory
+        self.speculation.check(self.model)
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
@@ -205,7 +206,7 @@ class Job:
         if budget is None:
             budget = host.default_budget_bytes()
         workload = _workload(head, num_rows)
-        drafting = self.speculation.prepared(self.model, workload)
+        drafting = self.speculation.prepared(workload)
         plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
                                 budget=budget, share=share, attention=work.attention_before(),
                                 drafting=drafting)  # fmt: skip

@@ -50,14 +50,18 @@ class Speculation:
         overrides = replace(resources.overrides, draft_tokens=self.most)
         return replace(resources, overrides=overrides)
 
-    def prepared(self, target: LocalModel, workload: WorkloadSpec) -> "Drafting":
+    def check(self, target: LocalModel) -> None:
+        """Raises: UsageError when the draft model's tokens are others than the target's."""
+        if self.model is not None:
+            check_vocabulary(target, self.model)
+
+    def prepared(self, workload: WorkloadSpec) -> "Drafting":
         """What drafting takes, before the target is planned.
 
-        Raises: UsageError when the draft model's tokens are others than the target's.
+        Raises: ModelError when the draft model's weights are not all there.
         """
         if self.model is None:
             return Drafting(asked=self, model=None, policy=None)
-        check_vocabulary(target, self.model)
         with Checkpoint(self.model.path) as checkpoint:
             checkpoint.check(self.model.parts())
             model = with_actual_dtype(self.model, checkpoint)
@@ -129,8 +133,8 @@ def _load(stack: ExitStack, model: LocalModel, policy: Policy, vocab_size: int,
     return source
 
 
-def speculation(source: str | None, *, draft_model: str | None, draft_tokens: str,
-                cache_dir: Path | None, offline: bool) -> Speculation:  # fmt: skip
+def asked_for(source: str | None, *, draft_model: str | None, draft_tokens: str,
+              cache_dir: Path | None, offline: bool) -> Speculation:  # fmt: skip
     """The options, checked; a draft model alone means that it drafts.
 
     Raises: UsageError for options that contradict each other; ModelError for a model that is none.

@@ -79,7 +79,7 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     work = WorkloadSpec.measure([(len(r.prompt_token_ids), asked.max_tokens) for r in requests],
                                 complete=True)  # fmt: skip
     draft = resolve_model(asked.draft_model) if asked.draft_model else None
-    drafting = Speculation(source="draft" if draft else "ngram", model=draft).prepared(model, work)
+    drafting = Speculation(source="draft" if draft else "ngram", model=draft).prepared(work)
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
