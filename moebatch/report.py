@@ -93,9 +93,11 @@ class Report:
     times: Times
     passes: int
     disk_read_bytes: int
+    loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float]
     expert_tokens: Sequence[Sequence[int]]
     speculation: Mapping[str, Any] | None = None
+    expert_cache: Mapping[str, Any] | None = None
     warnings: Sequence[str]
 
     @property
@@ -152,10 +154,17 @@ class Report:
                 "budget": self.memory_budget_bytes,
                 "planned": self._memory_plan(),
             },
-            "io": {"disk_read_bytes": self.disk_read_bytes},
+            "io": {
+                "disk_read_bytes": self.disk_read_bytes,
+                "loaded_bytes": self.loaded_bytes,
+                "read_bytes_per_token": _rate(
+                    self.disk_read_bytes - self.loaded_bytes, self.computed.generated_tokens
+                ),
+            },
             "lanes_busy_s": dict(self.lane_busy_s),
             "passes": self.passes,
             "predicted_vs_measured": self._compared(),
+            "expert_cache": None if self.expert_cache is None else dict(self.expert_cache),
             "moe": expert_load(self.expert_tokens) if self.spec.has_router else None,
             "speculation": None if self.speculation is None else dict(self.speculation),
             "finish_reasons": dict(self.rows.finish_reasons),
@@ -199,6 +208,8 @@ class Report:
                 f"drafts ({guessed['source']}): {guessed['accepted']:,} of {guessed['drafted']:,} "
                 f"accepted · {guessed['tokens_per_pass'] or 1:.2f} tokens per row and pass"
             )
+        if self.expert_cache and "hit_rate" in self.expert_cache:
+            lines.append(_cache_line(self.expert_cache))
         if self.kept.total:
             lines.append(f"{self.kept.total:,} of the rows had been answered by an earlier run")
         if gpu := self.machine.get("gpu"):
@@ -296,6 +307,17 @@ class Report:
             "requests_per_second": _rate(new.succeeded, self.times.total),
             "tokens_per_second": _rate(new.prompt_tokens + new.generated_tokens, self.times.total),
         }
+
+
+def _cache_line(cache: Mapping[str, Any]) -> str:
+    """What the expert cache found."""
+    since = cache["changed_before_pass"]
+    when = "" if since is None else f" from pass {since + 1} on"
+    return (
+        f"expert cache of {cache['expert_slots']}{when}: {cache['hit_rate']:.0%} of "
+        f"{cache['hits'] + cache['misses']:,} experts were there, "
+        f"{cache['prefetch_hits']:,} of {cache['prefetched']:,} prefetched ones were used"
+    )
 
 
 def _ratio(predicted: float | None, measured: float | None) -> float | None:

@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: tiny models made once a session, and an engine around one."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 
 # No test measures the machine it runs on, unless it is about measuring.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moebatch-tests-")  # nobody's own profiles
 os.environ.setdefault("MOEBATCH_MACHINE", str(Path(__file__).parent / "machine.json"))
 # Tiny tensors gain nothing from more, and stalls on a busy machine cost much.
 torch.set_num_threads(1)

@@ -49,15 +49,17 @@ def random_rows(rng: random.Random, count: int, micro_batches: int, vocab: int =
     return rows
 
 
-def run_rows(path: Path, rows: list[Row], policy, device, *, chunk=64, homes=None, change=None):
+def run_rows(path: Path, rows: list[Row], policy, device, *, chunk=64, homes=None, change=None,
+             make=DeviceBackend, watch=None):  # fmt: skip
     """Fill in the rows' logits [len, V]; returns the passes that ran as (tasks, timeline) pairs.
 
-    `change` breaks every schedule: a function of a list of tasks.
+    `change` breaks every schedule: a function of a list of tasks. `make` makes the backend, `watch` is
+    called with it at the end.
     """
     model = resolve_model(str(path))
     passes = []
     with Checkpoint(path) as checkpoint:
-        backend = DeviceBackend(
+        backend = make(
             checkpoint,
             spec=model.spec,
             family=model.family,
@@ -67,16 +69,19 @@ def run_rows(path: Path, rows: list[Row], policy, device, *, chunk=64, homes=Non
             homes=homes,
         )
         if change is not None:
-            make = backend._schedule
-            backend._schedule = lambda phases: (make(phases)[0], change(make(phases)[1]))
+            plan = backend._schedule
+            backend._schedule = lambda phases: (plan(phases)[0], change(plan(phases)[1]))
         try:
             backend.load(threads=1, progress=lambda done, total: None)
-            passes.append((backend.prologue, backend.prologue_timeline))
+            if make is DeviceBackend:
+                passes.append((backend.prologue, backend.prologue_timeline))
             number = 0
             while any(row.done < len(row.ids) for row in rows):
                 active = [r for r in rows if r.joins <= number and r.done < len(r.ids)]
                 passes.append(_one_pass(backend, active, chunk)) if active else None
                 number += 1
+            if watch is not None:
+                watch(backend)
         finally:
             backend.close()
             device.close()

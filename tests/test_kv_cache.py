@@ -242,3 +242,31 @@ def test_scrub_reaches_rings() -> None:
     cache.write(0, cache.ring_slots(table, 0, 30), broken, broken)
     cache.scrub(table)
     assert cache._layers[0].isfinite().all()
+
+
+@pytest.mark.parametrize("windows", [(), (None, 20, None)])
+def test_memory_of_free_blocks_can_be_given_back(windows) -> None:
+    """Who is in the cache keeps what it has; what is free gives its whole pages to the system."""
+    kv = KVCache(num_layers=3, num_blocks=64, num_kv_heads=4, head_dim=64, dtype="float32",
+                 windows=windows, max_sequences=4)  # fmt: skip
+    tables = [BlockTable() for _ in range(4)]
+    for table in tables:
+        kv.extend(table, 150)
+    for table in tables:
+        for layer in range(3):
+            if not windows or windows[layer] is None:
+                slots = kv.slots(table, 0, 150)
+                kv.write(layer, slots, torch.ones(150, 4, 64), torch.full((150, 4, 64), 2.0))
+    kv.release(tables[1])
+    kv.release(tables[2])
+    given = kv.give_back(kv.num_free - 3)
+    layers = 2 if windows else 3
+    block = 4 * KV_BLOCK_TOKENS * 64 * 4
+    free = (64 - 20 - 3) * layers * 2 * block
+    assert 0.9 * free < given <= free  # whole pages only
+    assert kv.num_free == 3
+    for table in (tables[0], tables[3]):
+        keys, values = kv.gather(0, kv.block_rows([table]))
+        assert bool((keys[:, :, :150] == 1).all()) and bool((values[:, :, :150] == 2).all())
+    kv.extend(tables[1], 48)
+    assert len(set(tables[0].full + tables[1].full + tables[3].full)) == 23

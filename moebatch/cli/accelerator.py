@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moebatch.cli.cached_accelerator import plan_cached
+from moebatch.cli.regime import RegimeOptions
 from moebatch.errors import NoFeasiblePolicy, UsageError
+from moebatch.plan.cached_fit import cached_device_bytes, cached_host_memory
 from moebatch.plan.calibrate import predicted
 from moebatch.plan.device_fit import (
     ON_DEVICE,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from moebatch.runtime.backend import PassResult
     from moebatch.runtime.device import Device
 
+_ANY_REGIME = RegimeOptions()
 TRACED_PASSES = 64  # the first ones: a trace of a whole job would not open
 
 
@@ -100,13 +104,21 @@ def check_accelerator(options: AcceleratorOptions) -> None:
 
 def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec,
              compute: "ComputeType", schedule: str | None, fixed: Overrides, budget: int,
-             base_bytes: int, share: float = 1.0) -> DevicePlan:  # fmt: skip
+             base_bytes: int, share: float = 1.0,
+             regime: RegimeOptions = _ANY_REGIME) -> DevicePlan:  # fmt: skip
     """The best policy for this machine with this accelerator, by the hierarchical roofline model.
+
+    `regime`: the cache's if that was asked for.
 
     The accelerator is measured first; `machine` are the host's figures. `share` of the device's
     memory is planned with. What host memory cannot hold of the streamed weights stays on disk.
     Raises: NoFeasiblePolicy when the memory of either does not do.
     """
+    if regime.regime == "cache":
+        return plan_cached(
+            device, spec, workload, machine=machine, compute=compute, fixed=fixed, budget=budget,
+            base_bytes=base_bytes, share=share, regime=regime, schedule=schedule,
+        )  # fmt: skip
     from moebatch.runtime.probe_device import measure_device
 
     processor, link, back = measure_device(device, dtype=spec.weight_dtype, compute=compute)
@@ -163,10 +175,12 @@ def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int
         raise UsageError("the policy is for the host alone, and this run has an accelerator",
                          hint="use --device cpu, or another policy")  # fmt: skip
     host = memory_of(spec, policy, base_bytes=base_bytes)
-    plan = DevicePlan(
-        policy=policy, memory=host_memory(spec, policy, host, emulated=device.emulated)
+    cache = policy.regime == "cache"
+    memory = (cached_host_memory if cache else host_memory)(
+        spec, policy, host, emulated=device.emulated
     )
-    need = device_memory(spec, policy).total
+    plan = DevicePlan(policy=policy, memory=memory)
+    need = cached_device_bytes(spec, policy) if cache else device_memory(spec, policy).total
     for what, size, limit in (
         ("accelerator", need, device.memory.limit),
         ("host", plan.memory.total, budget),
@@ -183,11 +197,15 @@ def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int
 def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> str:
     """The plan in one line, before a run."""
     policy = plan.policy
+    if policy.regime == "cache":
+        kept = f"cache of {policy.expert_slots} experts, {policy.eviction}"
+    else:
+        kept = f"weights resident {policy.weights_resident:.0%}"
     return (
         f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
         f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "
         f"attention on {policy.attention}, experts on {policy.ffn} · "
-        f"weights resident {policy.weights_resident:.0%} · planned host memory "
+        f"{kept} · planned host memory "
         f"{format_bytes(plan.memory.total)} of {format_bytes(budget)}"
         + (f" · at most {plan.throughput:.1f} tok/s" if plan.throughput else "")
     )

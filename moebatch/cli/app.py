@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import convert, doctor, merge, models, plan, retry, run, status, validate
+from moebatch.cli import convert, doctor, merge, models, plan, replay, retry, run, status, validate
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -31,6 +31,7 @@ app.command("run", epilog=EXIT_CODES)(run.run)
 app.command("plan", epilog=EXIT_CODES)(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
+app.command("replay", epilog="Exit codes: 0 compared, 2 usage, 6 no routing trace.")(replay.replay)
 app.command("validate", epilog="Exit codes: 0 all rows are good, 6 some are not.")(
     validate.validate
 )

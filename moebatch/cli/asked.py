@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moebatch.cli.limits import Tolerance
+from moebatch.cli.regime import RegimeOptions
 from moebatch.data.columns import ColumnNames
 from moebatch.data.dataset import Dataset, Survey
 from moebatch.data.reader import RowRange
@@ -108,6 +109,7 @@ class ResourceOptions:
     quantization: str
     overrides: Overrides
     policy: Policy | None = None
+    regime: RegimeOptions = field(default_factory=RegimeOptions)
 
 
 def text_or_file(value: str | None) -> str | None:

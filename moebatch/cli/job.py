@@ -23,9 +23,15 @@ from moebatch.cli.asked import InputOptions, OutputOptions, PromptOptions, Resou
 from moebatch.cli.flow import Rows
 from moebatch.cli.keeping import KeepOptions, Work, fingerprint, open_work
 from moebatch.cli.limits import ErrorLimit
-from moebatch.cli.model_dtype import with_actual_dtype
-from moebatch.cli.planning import overridden, plan_line, plan_run
-from moebatch.cli.progress import State, View
+from moebatch.cli.planning import (
+    overridden,
+    plan_line,
+    plan_run,
+    with_actual_dtype,
+    workload_of,
+)
+from moebatch.cli.progress import View
+from moebatch.cli.regime import refuse_on_device, routing_of
 from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.stop import Stop
 from moebatch.cli.this_machine import this_machine
@@ -92,6 +98,9 @@ class Job:
                 others = [] if out.error_file is None else [str(out.error_file)]
                 check_beside(out.report_file, option="--report", output=out.path,
                              inputs=[*dataset.files, *others])  # fmt: skip
+            if (trace := self.resources.regime.routing_trace) is not None:
+                check_beside(trace, option="--routing-trace", output=out.path,
+                             inputs=dataset.files)  # fmt: skip
             checkpoint.check(self.model.parts())
             survey = dataset.survey(
                 on_duplicate=self.rows.on_duplicate,
@@ -205,7 +214,9 @@ class Job:
         budget = self.resources.memory_bytes
         if budget is None:
             budget = host.default_budget_bytes()
-        workload = _workload(head, num_rows)
+        workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
+        if device is not None:
+            refuse_on_device(self.resources.regime)
         drafting = self.speculation.prepared(workload)
         plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
                                 budget=budget, share=share, attention=work.attention_before(),
@@ -215,35 +226,48 @@ class Job:
         work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
                           "attention": plan.policy.attention, "kernels": how.variant,
                           "quantization": how.quantization})  # fmt: skip
-        with ExitStack() as stack, Engine(
-            checkpoint,
-            spec=self.model.spec,
-            family=self.model.family,
-            policy=plan.policy,
-            open_stream=lambda skip: tokenizer.stream(skip_special_tokens=skip),
-            decode=lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
-            eos_token_ids=self.model.eos_token_ids,
-            max_model_len=self.max_model_len,
-            compute=how.compute,
-            kernels=how.kernels,
-            quantization=how.quantization,
-            device=device,
-            stats=stats,
-            speculator=drafting.open(stack, self.model.spec, workload, plan, how),
-            traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
-            interrupted=flow.stop.requested,
-        ) as engine:  # fmt: skip
+        with (
+            ExitStack() as stack,
+            routing_of(self.model, self.resources.regime) as routing,
+            Engine(
+                checkpoint,
+                spec=self.model.spec,
+                family=self.model.family,
+                policy=plan.policy,
+                **self._text(tokenizer),
+                compute=how.compute,
+                kernels=how.kernels,
+                quantization=how.quantization,
+                device=device,
+                stats=stats,
+                speculator=drafting.open(stack, self.model.spec, workload, plan, how),
+                profile=routing.profile,
+                log=routing.log,
+                traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
+                interrupted=flow.stop.requested,
+            ) as engine,
+        ):
             try:
                 with flow.stop.immediate():
                     engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
-                    _state(stats, flow, num_rows, workload)))  # fmt: skip
+                    flow.state(stats, num_rows, workload.mean_gen)))  # fmt: skip
             except DeviceMemoryFull:
                 done.unanswered, done.stats = engine.unanswered(), engine.stats
                 raise
             finally:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
+                routing.learn(engine.expert_tokens)
+
+    def _text(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What an engine needs to know of text."""
+        return {
+            "open_stream": lambda skip: tokenizer.stream(skip_special_tokens=skip),
+            "decode": lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
+            "eos_token_ids": self.model.eos_token_ids,
+            "max_model_len": self.max_model_len,
+        }
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
               threads: int, budget: int, share: float, attention: Processor | None,
@@ -264,7 +288,8 @@ class Job:
         fixed = replace(resources.overrides, attention=attention)
         fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
                           compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
-                          budget=budget, base_bytes=base, share=share)  # fmt: skip
+                          budget=budget, base_bytes=base, share=share,
+                          regime=resources.regime)  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:
@@ -301,9 +326,11 @@ class Job:
             ),
             passes=done.passes,
             disk_read_bytes=done.disk_read_bytes,
+            loaded_bytes=done.loaded_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
             speculation=done.speculation,
+            expert_cache=done.expert_cache,
             warnings=[*flow.warnings, *done.warnings],
         )
 
@@ -323,9 +350,11 @@ class Computed:
     decode_s: float = 0.0
     passes: int = 0
     disk_read_bytes: int = 0
+    loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float] = field(default_factory=dict)
     expert_tokens: Sequence[Sequence[int]] = ()
     speculation: dict[str, Any] | None = None
+    expert_cache: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, engine: "Engine", *, plan: Plan | DevicePlan, budget: int,
@@ -344,9 +373,11 @@ class Computed:
             decode_s=stats.decode_s,
             passes=stats.passes,
             disk_read_bytes=engine.disk_read_bytes,
+            loaded_bytes=stats.loaded_bytes,
             lane_busy_s={lane.value: busy for lane, busy in stats.lane_busy_s.items()},
             expert_tokens=engine.expert_tokens,
             speculation=engine.speculation,
+            expert_cache=None if engine.regime is None else engine.regime.to_dict(),
         )
 
     @classmethod
@@ -363,28 +394,3 @@ class _Done:
     traced: "Sequence[PassResult]" = ()
     unanswered: Sequence[Request] = ()
     stats: "EngineStats | None" = None
-
-
-def _workload(head: Sequence[Request], num_rows: int) -> WorkloadSpec:
-    """Lengths of the first rows, each of a row's choices a sequence of its own, for all rows."""
-    lengths = [
-        (len(request.prompt_token_ids), request.params.max_tokens or 1)
-        for request in head
-        for _ in range(request.params.n)
-    ]
-    looked_at = WorkloadSpec.measure(lengths, complete=True)
-    if len(head) < _PEEKED_ROWS:
-        return looked_at
-    return looked_at.of_size(max(len(lengths), round(num_rows * len(lengths) / len(head))))
-
-
-def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:
-    expected = None if total is None else int(total * workload.mean_gen)
-    return State(
-        phase=stats.phase,
-        rows_done=flow.counts.total,
-        rows_total=total,
-        tokens=stats.generated_tokens + flow.tokens_kept,
-        expected_tokens=expected,
-        in_flight=stats.in_flight,
-    )

@@ -245,6 +245,31 @@ WeightsResident = Annotated[
     typer.Option(help="Share of the weights kept in memory: auto or 0..1.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+RegimeName = Annotated[
+    str,
+    typer.Option("--regime", help="auto, stream (whole layers), cache (experts as tokens ask).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+ExpertCache = Annotated[
+    str,
+    typer.Option(help="Experts kept in the cache regime: auto, 96 or 2GiB.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Eviction = Annotated[
+    str,
+    typer.Option(help="Who leaves a full cache: auto, lru, lfu or mrs.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+PrefetchLayers = Annotated[
+    int | None,
+    typer.Option(help="Layers whose experts are predicted and read ahead; default 3.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+RoutingTrace = Annotated[
+    Path | None,
+    typer.Option(help="Record which experts tokens chose, for moebatch replay.",
+                 rich_help_panel=_REPORTING),
+]  # fmt: skip
 Quantization = Annotated[
     str,
     typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
@@ -282,10 +307,8 @@ Speculate = Annotated[
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
 DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A small model with the same tokens, for --speculate draft.",
-                 rich_help_panel=_RESOURCES),
-]  # fmt: skip
+    str | None, typer.Option(help="A small model of the same tokens.", rich_help_panel=_RESOURCES)
+]
 DraftTokens = Annotated[
     str,
     typer.Option(help="Tokens guessed per row and pass, at most: auto (as many as pay) or 1 to 16.",
@@ -343,6 +366,8 @@ CHOICES = {
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),
+    "regime": ("auto", "stream", "cache"),
+    "eviction": ("auto", "lru", "lfu", "mrs"),
 }
 
 

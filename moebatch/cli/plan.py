@@ -67,6 +67,10 @@ def plan(
     weights_resident: opt.WeightsResident = "auto",
     kv_resident: KvResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    regime: opt.RegimeName = "auto",
+    expert_cache: opt.ExpertCache = "auto",
+    eviction: opt.Eviction = "auto",
+    prefetch_layers: opt.PrefetchLayers = None,
     policy_space: Space = "full",
     cpu_threads: opt.CpuThreads = None,
     what_if: WhatIf = None,
@@ -77,6 +81,7 @@ def plan(
 ) -> None:
     """Print the policy for a job, its memory, its times and what binds it."""
     from moebatch.cli import plan_asked, plan_view
+    from moebatch.cli.regime import regime_options
 
     if not model:
         raise UsageError("which model?", hint="name one with --model, for example mixtral-8x7b")
@@ -90,6 +95,10 @@ def plan(
         model=model, dataset=dataset or [], workload=workload, hardware=hardware, memory=memory,
         gpu_memory=gpu_memory, max_tokens=max_tokens, dtype=dtype, space=policy_space,
         cpu_threads=cpu_threads, what_if=what_if, quiet=as_json,
+        regime=regime_options(
+            regime=regime, expert_cache=expert_cache, eviction=eviction,
+            prefetch_layers=prefetch_layers, weights_resident=weights_resident,
+        ),
         fixed=plan_asked.overrides(
             batch_size=batch_size, micro_batch_size=micro_batch_size, attention=attention, ffn=ffn,
             weights_resident=weights_resident, kv_resident=kv_resident,

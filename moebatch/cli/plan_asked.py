@@ -6,12 +6,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from moebatch.cli.regime import RegimeOptions, known_shares, refuse_on_device
 from moebatch.cli.this_machine import read_machine, this_machine
 from moebatch.errors import ModelError, UsageError
 from moebatch.model.families.known import KNOWN
 from moebatch.model.resolve import LocalModel, resolve_model
 from moebatch.plan.catalogue import catalogued
-from moebatch.plan.machine import MachineSpec, changed
+from moebatch.plan.machine import MachineSpec, Numbers, changed
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.outlook import Limits, Outlook, look
 from moebatch.plan.policy import Overrides
@@ -36,13 +37,14 @@ class Asked:
     limits: Limits
     fixed: Overrides
     space: Space
+    shares: Numbers | None = None
     sweep: tuple[tuple[dict[str, str], MachineSpec], ...] = ()
 
     @classmethod
     def read(cls, *, model: str, dataset: Sequence[str], workload: str | None, hardware: str,
              memory: str, gpu_memory: str | None, max_tokens: int | None, dtype: str, space: Any,
              cpu_threads: int | None, what_if: str | None, quiet: bool,
-             fixed: Overrides) -> "Asked":  # fmt: skip
+             regime: RegimeOptions, fixed: Overrides) -> "Asked":  # fmt: skip
         """Look everything up.
 
         Raises: UsageError, ModelError or InputError that says what is wrong.
@@ -53,6 +55,8 @@ class Asked:
         machine = _machine(hardware, threads=cpu_threads, quiet=quiet)
         machines = _swept(machine, what_if)
         machine = machines[0][1] if len(machines) == 1 else machine
+        if machine.accelerator is not None:
+            refuse_on_device(regime)
         return cls(
             model_name=model,
             spec=spec,
@@ -64,7 +68,8 @@ class Asked:
                 host=None if memory == "auto" else parse_bytes(memory),
                 accelerator=None if gpu_memory is None else parse_bytes(gpu_memory),
             ),
-            fixed=fixed,
+            fixed=regime.overrides(spec, fixed),
+            shares=None if local is None else known_shares(local),
             space=_space(space, machine),
             sweep=tuple(machines) if len(machines) > 1 else (),
         )
@@ -75,7 +80,8 @@ class Asked:
         Raises: NoFeasiblePolicy.
         """
         return look(self.spec, self.workload, machine or self.machine, limits=self.limits,
-                    compute=self.compute, fixed=self.fixed, space=self.space)  # fmt: skip
+                    compute=self.compute, fixed=self.fixed, space=self.space,
+                    shares=self.shares)  # fmt: skip
 
 
 def overrides(*, batch_size: int | None, micro_batch_size: int | None, attention: str, ffn: str,

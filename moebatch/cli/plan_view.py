@@ -53,6 +53,7 @@ def to_json(asked: Asked, outlook: Outlook) -> str:
         "prefill_pass_s": outlook.prefill_pass_s,
         "decode_step_s": outlook.decode_step_s,
         "job_s": outlook.seconds,
+        "crossover_rows": outlook.crossover,
         "layer_busy_s": dict(outlook.layer),
         "prefill_layer_busy_s": dict(outlook.prefill_layer),
         "bottleneck": bottleneck(outlook.layer),
@@ -127,6 +128,15 @@ def _policy(console: Console, outlook: Outlook) -> None:
                      f"{p.kv_resident:.0%} resident"),
         ("schedule", p.schedule),
     ]  # fmt: skip
+    if p.regime == "cache":
+        rows += [
+            ("regime", "cache: experts are read as tokens ask for them"),
+            ("expert cache", f"{p.expert_slots:,} experts, {p.eviction}, prefetch for "
+                             f"{p.prefetch_layers} layers"),
+        ]  # fmt: skip
+    elif p.tail_rows:
+        rows.append(("regime", f"stream, from {p.tail_rows:,} rows on a cache of "
+                               f"{p.expert_slots:,} experts"))  # fmt: skip
     if p.experts_grouped > 1:
         rows.append(("experts", f"once for {p.experts_grouped:,} micro-batches"))
     for name, value in rows:
@@ -175,6 +185,8 @@ def _explain(console: Console, asked: Asked, outlook: Outlook) -> None:
         console.print(f"  {change.factor:.2f}x  {change.what}")
     if not changes:
         console.print("  nothing of what was tried: twice the memory, links or processors")
+    if outlook.crossover is not None:
+        console.print(_crossover(outlook.crossover))
     if outlook.alternatives:
         console.print("\nother policies")
         for policy, rate in outlook.alternatives:
@@ -185,6 +197,16 @@ def _explain(console: Console, asked: Asked, outlook: Outlook) -> None:
             )
     if asked.machine.accelerator is not None:
         _roofs(console, asked, outlook)
+
+
+def _crossover(rows: int) -> str:
+    """Up to how many rows the cache regime is the faster one."""
+    if rows == 0:
+        return "\nstreaming is faster than a cache of experts for any number of rows in flight"
+    return (
+        f"\ncrossover at {rows:,} rows: with so many in flight or fewer, reading the experts that "
+        "tokens ask for is faster than streaming all"
+    )
 
 
 def _roofs(console: Console, asked: Asked, outlook: Outlook) -> None:

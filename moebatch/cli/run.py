@@ -81,6 +81,10 @@ def run(
     policy: opt.PolicyFile = "auto",
     weights_resident: opt.WeightsResident = "auto",
     kv_cache_dtype: opt.KvCacheDtype = "auto",
+    regime: opt.RegimeName = "auto",
+    expert_cache: opt.ExpertCache = "auto",
+    eviction: opt.Eviction = "auto",
+    prefetch_layers: opt.PrefetchLayers = None,
     quantization: opt.Quantization = "none",
     device: opt.Device = "auto",
     schedule: opt.Schedule = "auto",
@@ -91,6 +95,7 @@ def run(
     draft_tokens: opt.DraftTokens = "auto",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
+    routing_trace: opt.RoutingTrace = None,
     progress: opt.Progress = "auto",
     json_report: opt.JsonReport = False,
     quiet: opt.Quiet = False,
@@ -120,7 +125,6 @@ def run(
         include_stop_str_in_output=include_stop_str_in_output or None,
     )  # fmt: skip
     part = parse_shard(shard)
-    destination = output_path(output, part)
     task = job.Job(
         command=asked.command_line(),
         model=resolve_model(model, revision=revision, cache_dir=cache_dir, offline=offline),
@@ -131,9 +135,9 @@ def run(
                                 prompt_token_ids=token_ids_column, id=id_column),
         ),
         output=asked.OutputOptions(
-            path=destination, output_format=output_format, schema=output_schema, order=order,
-            include=tuple(include or ()), overwrite=overwrite, allow_row_errors=allow_row_errors,
-            error_file=error_file and shard_path(error_file, part),
+            path=output_path(output, part), output_format=output_format, schema=output_schema,
+            order=order, include=tuple(include or ()), overwrite=overwrite,
+            error_file=error_file and shard_path(error_file, part), allow_row_errors=allow_row_errors,
             report_file=Path(report) if report and report != "-" else None,
             tolerance=parse_tolerance(max_errors, fail_fast=fail_fast),
         ),
@@ -144,8 +148,9 @@ def run(
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
-                            weights_resident=weights_resident, policy=policy,
-                            quantization=quantization),
+                            weights_resident=weights_resident, policy=policy, regime=regime,
+                            quantization=quantization, expert_cache=expert_cache, eviction=eviction,
+                            prefetch_layers=prefetch_layers, routing_trace=routing_trace),
         speculation=speculation.asked_for(speculate, draft_model=draft_model, offline=offline,
                                           draft_tokens=draft_tokens, cache_dir=cache_dir),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
@@ -250,14 +255,15 @@ def greedy_temperature(temperature: float | None, *, greedy: bool) -> float | No
 
 def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: int | None,
               micro_batch_size: int | None, weights_resident: str,
-              kv_cache_dtype: str, policy: str = "auto",
-              quantization: str = "none") -> "ResourceOptions":  # fmt: skip
-    """What the run may use, checked.
+              kv_cache_dtype: str, policy: str = "auto", quantization: str = "none",
+              routing_trace: Path | None = None, **about_cache: Any) -> "ResourceOptions":  # fmt: skip
+    """What the run may use, checked; `about_cache` as in `regime_options`.
 
     Raises: UsageError for numbers out of range.
     """
     from moebatch.cli.asked import ResourceOptions
     from moebatch.cli.planning import read_policy
+    from moebatch.cli.regime import regime_options
     from moebatch.plan.policy import Overrides
 
     cores = os.cpu_count() or 1
@@ -273,6 +279,9 @@ def resources(memory: str, *, dtype: str, cpu_threads: int | None, batch_size: i
     return ResourceOptions(
         memory_bytes=memory_bytes,
         policy=read_policy(policy),
+        regime=regime_options(
+            weights_resident=weights_resident, routing_trace=routing_trace, **about_cache
+        ),
         cpu_threads=cpu_threads,
         dtype=dtype,
         quantization=quantization,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moebatch.cli.asked import ResourceOptions
-from moebatch.cli.model_dtype import with_actual_dtype
+from moebatch.cli.planning import with_actual_dtype
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.tokenizer import Tokenizer, load_tokenizer
 from moebatch.errors import UsageError

@@ -4,7 +4,7 @@ Knows nothing of where weights came from: it gets views of pages that are alread
 Shapes: T tokens, D hidden_size, F expert_size, R rows of one expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,10 @@ def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
 
 def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
                 experts: Sequence[Expert]) -> None:  # fmt: skip
-    """`add_expert` for neighbours in ascending order; in one call of the fused kernel if they can."""
+    """`add_expert` in ascending order; in one call of the fused kernel if they can.
+
+    All experts with rows between the first and the last of them must be there.
+    """
     first, down = experts[0], experts[0].down
     native = [expert.native for expert in experts if expert.native is not None]
     if len(native) < len(experts) or not isinstance(down, NativeLinear):
@@ -88,7 +91,7 @@ def add_experts(output: Tensor, hidden: Tensor, rows: ExpertRows,
         output,
         hidden,
         native,
-        starts=rows.starts[first.index : first.index + len(experts) + 1],
+        starts=[*(rows.starts[one.index] for one in experts), rows.starts[experts[-1].index + 1]],
         tokens=rows.tokens,
         weights=rows.weights,
         round_x=down.round_x,
@@ -101,13 +104,43 @@ def add_expert(output: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert)
 
     Experts must be added in ascending order: a token's sum then has one order whatever the batch.
     """
+    for tokens, result in expert_results(hidden, rows, expert):
+        output.index_add_(0, tokens, result)
+
+
+def expert_results(hidden: Tensor, rows: ExpertRows, expert: Expert,
+                   ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """(tokens [R], weighted results [R, D]) of one expert, part by part; what `add_expert` adds."""
     start, end = rows.starts[expert.index], rows.starts[expert.index + 1]
     step = max(64, _MAX_INTERMEDIATE // (2 * expert.size))
     for first in range(start, end, step):
         part = slice(first, min(first + step, end))
         tokens = rows.tokens[part]
-        result = swiglu(hidden.index_select(0, tokens), expert)
-        output.index_add_(0, tokens, result * rows.weights[part])
+        yield tokens, swiglu(hidden.index_select(0, tokens), expert) * rows.weights[part]
+
+
+def write_expert(results: Tensor, hidden: Tensor, rows: ExpertRows, expert: Expert) -> None:
+    """Write one expert's weighted results to its rows of results [R, D], for `add_routed`."""
+    first = rows.starts[expert.index]
+    for tokens, result in expert_results(hidden, rows, expert):
+        results[first : first + tokens.shape[0]] = result
+        first += tokens.shape[0]
+
+
+def add_routed(output: Tensor, results: Tensor, rows: ExpertRows) -> None:
+    """Add the weighted results [R, D] of all routed rows at once: bit for bit as `add_expert` does.
+
+    Every token must have the same number of rows.
+    """
+    if not results.shape[0]:
+        return
+    tokens = torch.unique(rows.tokens)
+    # Rows are sorted by expert, so each token's rows come in ascending order of their experts.
+    order = torch.argsort(rows.tokens, stable=True).view(tokens.shape[0], -1)
+    total = output.index_select(0, tokens)
+    for k in range(order.shape[1]):
+        total += results.index_select(0, order[:, k])
+    output.index_copy_(0, tokens, total)
 
 
 def ffn_plain(hidden: Tensor, weights: Tensor, experts: Tensor,

@@ -43,6 +43,15 @@ def route(hidden: Tensor, router: Router, spec: RouterSpec, *, top_k: int,
     return weights * spec.scale, experts
 
 
+def all_scores(hidden: Tensor, router: Router, spec: RouterSpec) -> Tensor:
+    """Scores [T, E] of all experts for hidden [T, D]; each token's sum up to one."""
+    logits = router_logits(hidden, router)
+    if spec.scores != "sigmoid":
+        return torch.softmax(logits, dim=-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
 def router_logits(hidden: Tensor, router: Router) -> Tensor:
     """float32 logits [T, E] of hidden [T, D]."""
     if not isinstance(router.weight, Tensor):

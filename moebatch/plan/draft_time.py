@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from moebatch.plan.cache_time import CacheTime
 from moebatch.plan.host_time import HostTime, PassLoad
 from moebatch.plan.job_time import JobTime
 from moebatch.plan.machine import MachineSpec
@@ -23,9 +24,13 @@ def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, mac
 
     What the disk takes in a pass is that of `job`, if it is given: there its bandwidth was measured.
     """
-    time = HostTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype)
     attention, experts = resident_pages(spec, policy)
     disk_s = None if job is None or not job.passes else job.parts.get("disk", 0.0) / job.passes
+    time = HostTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype)
+    if policy.regime == "cache":  # more tokens ask for more experts
+        experts = policy.expert_slots
+        time = CacheTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype,
+                         eviction=policy.eviction)  # fmt: skip
 
     def seconds(tokens: Numbers) -> Numbers:
         load = PassLoad(
@@ -35,7 +40,8 @@ def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, mac
             micro_batches=float(policy.num_micro_batches),
         )
         costs = time.seconds(load, attention_pages=attention, expert_pages=experts)
-        disk = costs.disk if disk_s is None else disk_s
-        return np.maximum(np.asarray(costs.compute, dtype=np.float64), disk)
+        if disk_s is None or policy.regime == "cache":
+            return np.asarray(costs.total, dtype=np.float64) + 0.0 * tokens
+        return np.maximum(np.asarray(costs.compute, dtype=np.float64), disk_s)
 
     return seconds

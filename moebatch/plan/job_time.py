@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moebatch.plan.host_time import HostPass, HostTime, PassLoad
+from moebatch.plan.host_time import HostTime, PassLoad
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
 from moebatch.plan.workload import WorkloadSpec
 
@@ -42,8 +42,8 @@ _PARTS = ("pre_attn", "cpu_attn", "post_attn", "ffn", "head", "fixed", "disk", "
 
 
 def predict(time: HostTime, workload: WorkloadSpec, policy: Policy, *, attention_pages: int,
-            expert_pages: int) -> JobTime:  # fmt: skip
-    """The job's passes, each at the cost model's seconds.
+            expert_pages: int, tail: HostTime | None = None) -> JobTime:  # fmt: skip
+    """The job's passes, each at the cost model's seconds; `tail` is that of the policy's tail.
 
     A long job is followed for a few batches; what lies between its start and its tail goes on at the
     rate of those in the middle. Rows whose number is not known are taken to be ten batches.
@@ -53,7 +53,7 @@ def predict(time: HostTime, workload: WorkloadSpec, policy: Policy, *, attention
 
     def follow(rows: int) -> JobTime:
         lengths = _rows(workload, rows)
-        return _follow(time, lengths, policy, attention_pages, expert_pages)
+        return _follow(time, lengths, policy, (attention_pages, expert_pages), tail)
 
     followed = max(_FOLLOWED * policy.batch_size, _LEAST_ROWS)
     if wanted <= followed:
@@ -62,21 +62,44 @@ def predict(time: HostTime, workload: WorkloadSpec, policy: Policy, *, attention
     return _extended(long, short, (wanted - followed) / (followed - followed // 2))
 
 
-def _follow(time: HostTime, lengths: np.ndarray, policy: Policy, attention_pages: int,
-            expert_pages: int) -> JobTime:  # fmt: skip
+def _follow(time: HostTime, lengths: np.ndarray, policy: Policy, pages: tuple[int, int],
+            tail: HostTime | None) -> JobTime:  # fmt: skip
     loads = list(passes(lengths, policy))
     if not loads:
         return JobTime(passes=0, prefill_s=0, decode_s=0, generated_tokens=0, parts={})
+    change = len(loads) if tail is None else _tail_begins(loads, policy.tail_rows)
+    parts = _seconds(time, loads[:change], attention_pages=pages[0], expert_pages=pages[1])
+    if tail is not None:
+        late = _seconds(tail, loads[change:], attention_pages=pages[0],
+                        expert_pages=policy.expert_slots)  # fmt: skip
+        parts = {name: np.concatenate((parts[name], late[name])) for name in _PARTS}
     together = _stacked(loads)
-    costs = time.seconds(together, attention_pages=attention_pages, expert_pages=expert_pages)
     share = together.prompt_tokens / together.tokens
     return JobTime(
         passes=len(loads),
-        prefill_s=float((costs.total * share).sum()),
-        decode_s=float((costs.total * (1 - share)).sum()),
+        prefill_s=float((parts["total"] * share).sum()),
+        decode_s=float((parts["total"] * (1 - share)).sum()),
         generated_tokens=float(lengths[:, 1].sum()),
-        parts={name: _sum(costs, name, len(loads)) for name in _PARTS},
+        parts={name: float(each.sum()) for name, each in parts.items()},
     )
+
+
+def _tail_begins(loads: list[PassLoad], tail_rows: int) -> int:
+    """The first pass of those at the end that only decode, no more than `tail_rows` rows."""
+    change = len(loads)
+    while change and not loads[change - 1].prompt_tokens and loads[change - 1].rows <= tail_rows:
+        change -= 1
+    return change
+
+
+def _seconds(time: HostTime, loads: list[PassLoad], *, attention_pages: int,
+             expert_pages: int) -> dict[str, np.ndarray]:  # fmt: skip
+    """Each part's seconds, pass by pass."""
+    if not loads:
+        return {name: np.zeros(0) for name in _PARTS}
+    costs = time.seconds(_stacked(loads), attention_pages=attention_pages,
+                         expert_pages=expert_pages)  # fmt: skip
+    return {name: np.broadcast_to(getattr(costs, name), len(loads)) for name in _PARTS}
 
 
 def _extended(long: JobTime, short: JobTime, times: float) -> JobTime:
@@ -92,10 +115,6 @@ def _extended(long: JobTime, short: JobTime, times: float) -> JobTime:
         generated_tokens=more(long.generated_tokens, short.generated_tokens),
         parts={name: more(value, short.parts[name]) for name, value in long.parts.items()},
     )
-
-
-def _sum(costs: HostPass, name: str, passes: int) -> float:
-    return float(np.broadcast_to(getattr(costs, name), passes).sum())
 
 
 def _rows(workload: WorkloadSpec, wanted: int) -> np.ndarray:

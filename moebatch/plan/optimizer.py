@@ -2,11 +2,13 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moebatch.errors import NoFeasiblePolicy
+from moebatch.plan.cache_time import CacheTime, cache_memory
 from moebatch.plan.host_time import HostTime
 from moebatch.plan.job_time import JobTime, predict
-from moebatch.plan.machine import MachineSpec
+from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.memory import MemoryPlan, host_memory, in_bytes
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import PageTable, page_table
@@ -17,12 +19,16 @@ from moebatch.plan.workload import WorkloadSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A policy with what is predicted of it. `alternatives` are other policies and their throughput."""
+    """A policy with what is predicted of it. `alternatives` are other policies and their throughput.
+
+    With `crossover` rows in flight or fewer the cache regime is faster than streaming; None: not known.
+    """
 
     policy: Policy
     memory: MemoryPlan
     job: JobTime
     alternatives: tuple[tuple[Policy, float], ...] = ()
+    crossover: int | None = None
 
 
 def table_of(spec: ModelSpec, policy: Policy) -> PageTable:
@@ -62,21 +68,20 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
     sizes = {"pass_tokens": largest, "micro_tokens": largest}
     if workload is not None:
         sizes = pass_sizes(workload, policy.batch_size, policy.prefill_tokens)
-    return in_bytes(
-        host_memory(
-            spec,
-            batch_size=policy.batch_size,
-            kv_blocks=policy.kv_blocks,
-            attention_pages=attention_pages,
-            expert_pages=expert_pages,
-            page_slots=policy.page_slots,
-            kv_dtype=policy.kv_dtype,
-            base_bytes=base_bytes,
-            draft_tokens=policy.draft_tokens,
-            native=native,
-            **sizes,
-        )
-    )
+    common: dict[str, Any] = {
+        "batch_size": policy.batch_size,
+        "kv_blocks": policy.kv_blocks,
+        "attention_pages": attention_pages,
+        "page_slots": policy.page_slots,
+        "kv_dtype": policy.kv_dtype,
+        "base_bytes": base_bytes,
+        "native": native,
+        "draft_tokens": policy.draft_tokens,
+        **sizes,
+    }
+    if policy.regime == "cache":
+        return in_bytes(cache_memory(spec, slots=policy.expert_slots, **common))
+    return in_bytes(host_memory(spec, expert_pages=expert_pages, **common))
 
 
 def choose(spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec, compute: str,
@@ -111,10 +116,14 @@ def choose(spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec, com
 
 
 def job_time(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, machine: MachineSpec,
-             compute: str) -> JobTime:  # fmt: skip
-    """The predicted passes and seconds of a job on the host."""
+             compute: str, shares: Numbers | None = None) -> JobTime:  # fmt: skip
+    """The predicted passes and seconds of a job on the host; `shares` as in CacheTime."""
     attention_pages, expert_pages = resident_pages(spec, policy)
+    cached = CacheTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype,
+                       eviction=policy.eviction, shares=shares)  # fmt: skip
+    if policy.regime == "cache":
+        return predict(cached, workload, policy, attention_pages=attention_pages,
+                       expert_pages=policy.expert_slots)  # fmt: skip
     time = HostTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype)
-    return predict(
-        time, workload, policy, attention_pages=attention_pages, expert_pages=expert_pages
-    )
+    return predict(time, workload, policy, attention_pages=attention_pages,
+                   expert_pages=expert_pages, tail=cached if policy.tail_rows else None)  # fmt: skip

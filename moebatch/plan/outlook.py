@@ -9,10 +9,10 @@ from math import ceil
 
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.accelerator_time import RESERVE_BYTES, AcceleratorModel, Resources, Setting
-from moebatch.plan.machine import MachineSpec
+from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.model_spec import ModelSpec
-from moebatch.plan.optimizer import choose
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Overrides, Policy
+from moebatch.plan.regime import Question, choose_regime
 from moebatch.plan.search_accelerator import (
     Found,
     Grid,
@@ -45,7 +45,8 @@ class MemoryMap:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """A policy and its prediction. `layer` and `prefill_layer` are busy seconds of each resource in one
-    layer of a decode step and of a prefill pass; `seconds` is the whole job where its size is known."""
+    layer of a decode step and of a prefill pass; `seconds` is the whole job where its size is known.
+    `crossover` as in Plan."""
 
     policy: Policy
     throughput: float
@@ -56,6 +57,7 @@ class Outlook:
     memories: tuple[MemoryMap, ...]
     seconds: float | None
     alternatives: tuple[tuple[Policy, float], ...]
+    crossover: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +81,16 @@ class Limits:
 
 
 def look(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *, limits: Limits,
-         compute: str, fixed: Overrides | None = None, space: Space = "full") -> Outlook:  # fmt: skip
-    """Plan a job for a machine.
+         compute: str, fixed: Overrides | None = None, space: Space = "full",
+         shares: Numbers | None = None) -> Outlook:  # fmt: skip
+    """Plan a job for a machine; `shares` [L, E] are how tokens spread over the experts.
 
     Raises: NoFeasiblePolicy with the smallest change that would make it fit.
     """
     fixed = fixed or Overrides()
     if machine.accelerator is None:
-        return _on_host(spec, workload, machine, limits=limits, compute=compute, fixed=fixed)
+        return _on_host(spec, workload, machine, limits=limits, compute=compute, fixed=fixed,
+                        shares=shares)  # fmt: skip
     return _on_accelerator(spec, workload, machine, limits=limits, fixed=fixed, space=space)
 
 
@@ -102,10 +106,12 @@ def speed_of(spec: ModelSpec, workload: WorkloadSpec, *, limits: Limits, compute
 
 
 def _on_host(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *, limits: Limits,
-             compute: str, fixed: Overrides) -> Outlook:  # fmt: skip
+             compute: str, fixed: Overrides, shares: Numbers | None) -> Outlook:  # fmt: skip
     limit = limits.of_host(machine)
-    plan = choose(spec, workload, machine=machine, compute=compute, memory_bytes=limit,
-                  base_bytes=BASE_BYTES, fixed=fixed)  # fmt: skip
+    plan = choose_regime(Question(
+        spec=spec, workload=workload, machine=machine, compute=compute, memory_bytes=limit,
+        base_bytes=BASE_BYTES, fixed=fixed, shares=shares,
+    ))  # fmt: skip
     job, passes = plan.job, max(1, plan.job.passes)
     each = {"host": job.parts.get("compute", 0.0), "disk": job.parts.get("disk", 0.0)}
     per_pass = {name: seconds / passes / spec.num_layers for name, seconds in each.items()}
@@ -122,6 +128,7 @@ def _on_host(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *, l
         memories=(memory,),
         seconds=None if workload.num_sequences is None else job.total_s,
         alternatives=plan.alternatives,
+        crossover=plan.crossover,
     )  # fmt: skip
 
 

@@ -6,19 +6,26 @@ Source: MoE-Lightning (arXiv 2411.11217), section 3.3.
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import Literal
 
 from moebatch.errors import UsageError
+from moebatch.plan.eviction import EVICTIONS, EvictionName
+from moebatch.plan.hybrid import MISSES, Misses
 from moebatch.plan.model_spec import DTYPE_BYTES
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.schedule import Processor
 from moebatch.plan.speculation import MAX_DRAFT_TOKENS
 
 KV_BLOCK_TOKENS = 16
+Regime = Literal["stream", "cache"]
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("cpu", "gpu"),
     "ffn": ("cpu", "gpu"),
     "kv_dtype": tuple(DTYPE_BYTES),
     "schedule": ("zigzag", *STYLES),
+    "regime": ("stream", "cache"),
+    "eviction": EVICTIONS,
+    "misses": MISSES,
 }
 
 
@@ -34,6 +41,11 @@ class Policy:
     `experts_grouped` micro-batches one visit to an expert, and `weights_on_disk` is the share of the
     pages that host memory cannot hold. `weight_dtype` None: as the checkpoint stores them.
     `draft_tokens` is how many drafts a row may bring into a pass, 0 where none are made.
+    In the "cache" regime of few rows only experts that have tokens are read: `expert_slots` of them are
+    kept, whoever is worth least by `eviction` leaves, and routers of the next `prefetch_layers` layers
+    say what to read ahead. In the "stream" regime the job's tail changes over to that cache once no
+    more than `tail_rows` rows are left; 0: it never does. With an accelerator `misses` says who
+    computes what is not in its cache; `keep_computed`: what the host did is brought for later.
     """
 
     batch_size: int
@@ -52,6 +64,13 @@ class Policy:
     weights_on_disk: float = 0.0
     weight_dtype: str | None = None
     draft_tokens: int = 0
+    regime: Regime = "stream"
+    expert_slots: int = 0
+    eviction: EvictionName = "mrs"
+    prefetch_layers: int = 3
+    tail_rows: int = 0
+    misses: Misses = "balanced"
+    keep_computed: bool = True
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""
@@ -63,6 +82,10 @@ class Policy:
                 continue
             if type(value) is not int or value < 1:
                 raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 1 on")
+        for name in ("expert_slots", "prefetch_layers", "tail_rows"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 0 on")
         for name in ("weights_resident", "kv_resident", "weights_on_disk"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
@@ -70,6 +93,10 @@ class Policy:
         drafts = self.draft_tokens
         if type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS:
             raise UsageError(f"policy: draft_tokens is {drafts!r}, must be 0 to {MAX_DRAFT_TOKENS}")
+        if type(self.keep_computed) is not bool:
+            raise UsageError(
+                f"policy: keep_computed is {self.keep_computed!r}, must be true or false"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"policy: {name} is {getattr(self, name)!r}",
@@ -121,6 +148,10 @@ class Overrides:
     ffn: Processor | None = None
     kv_resident: float | None = None
     draft_tokens: int | None = None
+    regime: Regime | None = None
+    expert_slots: int | None = None
+    eviction: EvictionName | None = None
+    prefetch_layers: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: UsageError for a value outside its range."""

@@ -32,6 +32,7 @@ class Admission:
         self._waiting: list[Sequence] = []
         self._refused: list[RowError] = []
         self._reserved = 0
+        self._exhausted = False
         self.active: list[Sequence] = []
 
     def fill(self) -> bool:
@@ -47,6 +48,20 @@ class Admission:
     def waiting(self) -> list[Sequence]:
         """Sequences that have been taken from the requests and not yet joined."""
         return self._waiting
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether nobody will join any more, and all prompts have been read."""
+        return (
+            self._exhausted
+            and not self._waiting
+            and not any(sequence.remaining_prompt for sequence in self.active)
+        )
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that the sequences in flight may come to hold."""
+        return self._reserved
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: its blocks and its place are free."""
@@ -72,6 +87,7 @@ class Admission:
     def _refill(self) -> bool:
         """Take the next window of requests; False when there are none."""
         taken = list(islice(self._requests, self._window))
+        self._exhausted = not taken
         for request in taken:
             sequences = self._start(request)
             need = blocks_for(sequences[0].max_len)

@@ -21,6 +21,7 @@ from moebatch.runtime.executor import Executor
 from moebatch.runtime.forward import Forward
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.native_attention import attends_natively
+from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.weight_store import WeightStore
 
 Progress = Callable[[int, int], None]
@@ -82,11 +83,11 @@ class HostBackend:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  compute: ComputeType, kernels: Kernels | None = None,
-                 quantization: Quantization = "none",
+                 quantization: Quantization = "none", log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`.
 
-        Without native kernels PyTorch computes everything.
+        Without native kernels PyTorch computes everything. `log` records the routing.
         """
         self._spec = spec
         self._table = table_of(spec, policy)
@@ -103,8 +104,9 @@ class HostBackend:
         )
         self.kv = host_cache(spec, policy, windows=spec.layer_windows)
         self._rope = Rope(spec.rope, spec.head_dim)
-        self._native = attends_natively(spec, kernels)
-        self._forward = Forward(spec=spec, store=self._store, kv=self.kv, kernels=kernels)
+        self._native, self._log = attends_natively(spec, kernels), log
+        self._forward = Forward(spec=spec, store=self._store, kv=self.kv, kernels=kernels,
+                                routed=None if log is None else log.routed)  # fmt: skip
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
                                   interrupted=interrupted)  # fmt: skip
         self._schedules: dict[int, list[Task]] = {}
@@ -123,6 +125,8 @@ class HostBackend:
         self._forward.begin(one, wanted=None if all_logits else one.wanted)
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)
+        if self._log is not None:
+            self._log.end_pass()
         return PassResult(num_tokens=one.token_ids.numel(), last_tokens=one.last_tokens,
                           tasks=tasks, timeline=timeline)  # fmt: skip
 
@@ -143,6 +147,11 @@ class HostBackend:
     def close(self) -> None:
         """See Backend."""
         self._executor.close()
+
+    @property
+    def store(self) -> WeightStore:
+        """The weights; who takes over from a closed backend goes on with them."""
+        return self._store
 
     def _schedule(self, num_micro_batches: int) -> list[Task]:
         """The pass's schedule; built once for each number of micro-batches."""

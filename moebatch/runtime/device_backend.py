@@ -12,7 +12,7 @@ from moebatch.model.linear import ComputeType
 from moebatch.plan.device_fit import disk_layers
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import table_of
-from moebatch.plan.pages import share
+from moebatch.plan.pages import PageTable, share
 from moebatch.plan.pipeline import STYLES, Phase, Step, kv_slots, pass_tasks, stream_prologue
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Task
@@ -21,7 +21,7 @@ from moebatch.runtime.backend import PassResult, Progress, host_cache
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.device import BACKGROUND_LANES, Device
 from moebatch.runtime.device_batch import phase_of
-from moebatch.runtime.device_forward import DeviceForward
+from moebatch.runtime.device_forward import DeviceForward, Experts, Routers
 from moebatch.runtime.device_store import DeviceStore
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.kv_cache import KVCache
@@ -39,11 +39,14 @@ class DeviceBackend:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  device: Device, compute: ComputeType, homes: tuple[Home, ...] | None = None,
-                 interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+                 interrupted: Callable[[], bool] = lambda: False,
+                 table: PageTable | None = None,
+                 experts: Callable[[Routers], Experts] | None = None) -> None:  # fmt: skip
         """Take the device's memory for weights and caches.
 
         `homes`: where each layer's streamed weights lie; None: in pinned memory, but for the policy's
-        share on disk. `interrupted`: see `Executor`.
+        share on disk. `interrupted`: see `Executor`. `table` replaces the policy's, and `experts` makes
+        what computes the experts that are not in it.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
         self._spec, self._policy, self._device = spec, policy, device
@@ -53,7 +56,7 @@ class DeviceBackend:
             checkpoint,
             spec=spec,
             family=family,
-            table=table_of(spec, policy),
+            table=table or table_of(spec, policy),
             device=device,
             num_pages=style.num_pages(policy.num_micro_batches),
             homes=homes or layer_homes(spec, policy),
@@ -72,6 +75,7 @@ class DeviceBackend:
             device=device,
             device_kv=device_kv,
             kv_slots=kv_slots(policy.schedule, policy.attention, self._group),
+            experts=None if experts is None else experts(self._store),
         )
         self._executor = Executor(
             self._forward.handlers, background=BACKGROUND_LANES, queues=device.queues,

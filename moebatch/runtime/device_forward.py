@@ -10,6 +10,7 @@ G key/value heads, d head_dim.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from moebatch.model.attention import absorb_queries, attend_decode, release_valu
 from moebatch.model.experts import add_expert
 from moebatch.model.grouped import add_results, grouped_swiglu
 from moebatch.model.router import ExpertRows, everything, group_by_expert, route
-from moebatch.model.weights import gate_values, project
+from moebatch.model.weights import AttentionWeights, gate_values, project
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pipeline import Phase, Step
 from moebatch.plan.schedule import Op, Task
@@ -38,15 +39,34 @@ from moebatch.runtime.kv_cache import KVCache
 Routed = tuple[Tensor, Tensor]  # weights and experts of a micro-batch's tokens
 
 
+class Experts(Protocol):
+    """Computes the experts of a layer, wherever they are."""
+
+    def run(self, layer: int, hidden: Tensor, normed: Tensor, rows: ExpertRows) -> None:
+        """Add their weighted results for the routed rows of normed [T, D] to hidden [T, D]."""
+        ...
+
+
+class Routers(Protocol):
+    """Where the routers of the layers are."""
+
+    def attention(self, layer: int) -> AttentionWeights:
+        """All of a layer but its experts, on the device."""
+        ...
+
+
 class DeviceForward:
     """Handlers of the ops. `begin` a pass, let the executor run its schedule, then take `logits`."""
 
     def __init__(self, *, spec: ModelSpec, store: DeviceStore, kv: KVCache, device: Device,
-                 device_kv: KVCache | None, kv_slots: int) -> None:  # fmt: skip
+                 device_kv: KVCache | None, kv_slots: int,
+                 experts: Experts | None = None) -> None:  # fmt: skip
         """`kv` lies in host memory, `device_kv` holds the layers that stay on the device.
 
-        `kv_slots`: contexts of micro-batches that are on the device at once.
+        `kv_slots`: contexts of micro-batches that are on the device at once. `experts` computes them
+        where they are not pages of the store.
         """
+        self._experts = experts
         self._spec, self._store, self._device = spec, store, device
         self._kv, self._device_kv, self._num_kv_slots = kv, device_kv, kv_slots
         self._scratch = Scratch(device)
@@ -291,18 +311,24 @@ class DeviceForward:
         else:
             output = self._host_ffn.between(first, last).zero_()
             normed = self._host_normed.between(first, last)
-        pages = self._store.expert_pages(task.layer)
-        if not pages:
+        if not self._spec.experts_in(task.layer):
             return
         rows = self._rows(task.layer, task.micro_batch, first, last)
-        stack = self._store.stack(task.layer)
+        if self._experts is not None:
+            self._experts.run(task.layer, output, normed, rows)
+        else:
+            self._all_experts(task.layer, output, normed, rows)
+        self._device.spoil(normed)
+
+    def _all_experts(self, layer: int, output: Tensor, normed: Tensor, rows: ExpertRows) -> None:
+        """One after the other, or those that are streamed as one where the device can."""
+        stack = self._store.stack(layer)
         grouped = grouped_swiglu(normed, rows, stack) if stack is not None else {}
-        for page in pages:
+        for page in self._store.expert_pages(layer):
             if page - 1 in grouped:
                 add_results(output, rows, page - 1, grouped[page - 1])
             else:
-                add_expert(output, normed, rows, self._store.expert(task.layer, page))
-        self._device.spoil(normed)
+                add_expert(output, normed, rows, self._store.expert(layer, page))
 
     def _rows(self, layer: int, j: int, first: int, last: int) -> ExpertRows:
         """The grouping of tokens [first, last) by expert, on the processor that runs the experts."""

@@ -23,14 +23,17 @@ from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
 from moebatch.runtime.admission import Admission
-from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
+from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
+from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device, closed_on_error, memory_errors
-from moebatch.runtime.device_backend import DeviceBackend
+from moebatch.runtime.device_regime import device_backend, device_regime_facts
 from moebatch.runtime.drafts import NO_DRAFT, Draft
 from moebatch.runtime.host import return_freed_memory
+from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
+from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sequence import Sequence
-from moebatch.runtime.speculative import Due, Speculator, choose_tokens, chunks
+from moebatch.runtime.speculative import Due, Speculator, choose_tokens, chunks, take_back
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
 
 
@@ -82,6 +85,7 @@ class EngineStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     load_s: float = 0.0
+    loaded_bytes: int = 0
     lane_busy_s: dict[Lane, float] = field(default_factory=dict)
     in_flight: int = 0
     phase: str = "load"
@@ -96,6 +100,7 @@ class Engine:
                  kernels: Kernels | None = None, quantization: Quantization = "none",
                  device: Device | None = None, traced_passes: int = 0,
                  stats: "EngineStats | None" = None, speculator: Speculator | None = None,
+                 profile: Profile | None = None, log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
@@ -104,6 +109,7 @@ class Engine:
         `speculator`: where drafts come from, None for none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
         `stats`: those of an earlier engine of the same run, counted on.
+        `profile`: tokens that experts computed in earlier runs [L, E]. `log` records the routing.
         `interrupted` is asked between the steps of a run; True ends it with Interrupted.
         """
         self._device, self._traced_passes = device, traced_passes
@@ -113,15 +119,16 @@ class Engine:
         self._eos, self._max_model_len = eos_token_ids, max_model_len
         self._backend: Backend
         if device is None:
-            self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
-                                        compute=compute, kernels=kernels,
-                                        quantization=quantization,
-                                        interrupted=interrupted)  # fmt: skip
+            self._backend = host_backend(
+                checkpoint, spec=spec, family=family, policy=policy, compute=compute,
+                kernels=kernels, quantization=quantization, profile=profile, log=log,
+                interrupted=interrupted,
+            )  # fmt: skip
         else:
             with memory_errors(), closed_on_error(device):
-                self._backend = DeviceBackend(
+                self._backend = device_backend(
                     checkpoint, spec=spec, family=family, policy=policy, compute=compute,
-                    device=device, interrupted=interrupted,
+                    device=device, profile=profile, interrupted=interrupted,
                 )  # fmt: skip
         self._kv = self._backend.kv
         # A ring forgets what later tokens of the same pass would still need.
@@ -144,6 +151,7 @@ class Engine:
             self._backend.load(threads=threads, progress=progress)
         return_freed_memory(False)
         self.stats.load_s += time.perf_counter() - start
+        self.stats.loaded_bytes += self._backend.bytes_read
 
     def run(self, requests: Iterable[Request],
             on_pass: Callable[[EngineStats], None] = lambda stats: None,
@@ -162,6 +170,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
+            if isinstance(self._backend, TailBackend) and admission.is_tail:
+                self._backend.look(len(admission.active), reserved_blocks=admission.reserved)
             with memory_errors():
                 broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
@@ -205,6 +215,11 @@ class Engine:
     def disk_read_bytes(self) -> int:
         """Bytes of weights read from the checkpoint so far, loading included."""
         return self._backend.bytes_read
+
+    @property
+    def regime(self) -> RegimeFacts | None:
+        """What the regimes did."""
+        return regime_facts(self._backend, self._policy) or device_regime_facts(self._backend)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:
@@ -354,21 +369,10 @@ class Engine:
             broken += choose_tokens(logits, part)
             for one in part:
                 self.stats.generated_tokens += len(one.pushed)
-                self._settle(one)
+                if self._speculator is not None and one.sequence in self._drafts:
+                    self._speculator.learn(one.sequence, one.draft, one.pushed)
+                    take_back(one, self._kv)
         return broken
-
-    def _settle(self, one: Due) -> None:
-        """Take the drafts that were rejected out of the cache, and learn from them."""
-        sequence, drafted = one.sequence, len(one.draft.token_ids)
-        if self._speculator is not None and sequence in self._drafts:
-            self._speculator.learn(sequence, one.draft, one.pushed)
-        if not drafted:
-            return
-        end = sequence.computed
-        sequence.computed = end - drafted - 1 + len(one.pushed)
-        if not sequence.trusts_drafts:  # masked positions are still multiplied: they must be finite
-            self._kv.scrub_tokens(sequence.blocks, sequence.computed, end)
-        self._kv.shrink(sequence.blocks, sequence.computed)
 
     def _count(self, seconds: float, prompt_tokens: int, tokens: int) -> None:
         stats, share = self.stats, prompt_tokens / tokens

@@ -5,7 +5,7 @@ Shapes: T tokens of the pass, Q tokens of a micro-batch, D hidden_size, H query 
 G key/value heads, d head_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from moebatch.model.attention import (
     release_values,
 )
 from moebatch.model.experts import Expert, add_experts
-from moebatch.model.router import ExpertRows, everything, group_by_expert, route
+from moebatch.model.router import ExpertRows, all_scores, everything, group_by_expert, route
 from moebatch.model.weights import gate_values, project
 from moebatch.native.kernels import Kernels
 from moebatch.plan.model_spec import ModelSpec
@@ -31,14 +31,22 @@ from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.native_attention import attend
 from moebatch.runtime.weight_store import WeightStore
 
+# Told layer by layer what the tokens chose: weights [T, K], expert ids [T, K], mean scores [E].
+Routed = Callable[[int, Tensor, Tensor, Sequence[float]], None]
+
 
 class Forward:
     """Handlers of the ops. `begin` a pass, let the executor run a schedule, then take `logits`."""
 
     def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
-                 kernels: Kernels | None = None) -> None:  # fmt: skip
-        """The weights and the cache that the handlers work on; `kernels` attend where they can."""
+                 kernels: Kernels | None = None, routed: Routed | None = None) -> None:  # fmt: skip
+        """The weights and the cache that the handlers work on; `kernels` attend where they can.
+
+        `routed` is told what each layer's tokens chose.
+        """
         self._spec, self._store, self._kv, self._kernels = spec, store, kv, kernels
+        self._told, self._wants_scores = routed, routed is not None
+        self._mean_scores: Sequence[float] = ()
         self.expert_tokens = torch.zeros(spec.num_layers, spec.num_experts, dtype=torch.int64)
 
     @property
@@ -65,6 +73,7 @@ class Forward:
             self._hidden *= self._spec.embedding_multiplier
         self._normed = torch.empty_like(self._hidden, dtype=self._store.dtype)
         self._routed: list[tuple[Tensor, Tensor]] = []
+        self._scored: list[Tensor] = []
         self._rows: ExpertRows | None = None
         self._experts: list[Expert] = []
 
@@ -177,6 +186,8 @@ class Forward:
         if weights.router is not None:
             routed = route(normed, weights.router, spec.router, top_k=spec.top_k)
             self._routed.append(routed)
+            if self._wants_scores:
+                self._scored.append(all_scores(normed.float(), weights.router, spec.router))
 
     def _ffn(self, task: Task) -> None:
         """One expert over its tokens of all micro-batches, added to the residual stream.
@@ -219,9 +230,20 @@ class Forward:
         self._routed.clear()
         if tokens is not None:
             weights, experts = weights[tokens], experts[tokens]
+        if self._wants_scores:
+            self._mean_scores = self._scores(layer)
+        if self._told is not None:
+            self._told(layer, weights, experts, self._mean_scores)
         if self._spec.residual_multiplier != 1.0:
             weights = weights * self._spec.residual_multiplier
         self.expert_tokens[layer] += torch.bincount(
             experts.flatten(), minlength=self._spec.num_experts
         )
         return group_by_expert(weights, experts, self._spec.num_experts, tokens)
+
+    def _scores(self, layer: int) -> list[float]:
+        """The layer's router scores [E], averaged over the tokens that its FFN is computed for."""
+        scores, tokens = torch.cat(self._scored), self._tokens(layer)
+        self._scored.clear()
+        mean: list[float] = (scores if tokens is None else scores[tokens]).mean(dim=0).tolist()
+        return mean

@@ -17,6 +17,7 @@ _MARGIN_SHARE = 0.1
 _LIBRARY_BYTES = 120 << 20
 # malloc.h of glibc: parameters of mallopt, and the largest value that it takes for the first.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MADV_DONTNEED = 4  # asm-generic/mman-common.h of Linux
 _SMALL_BLOCK = 128 << 10
 _LARGEST_HEAP_BLOCK = 32 << 20
 _CGROUP = Path("/sys/fs/cgroup")
@@ -150,3 +151,19 @@ def return_freed_memory(at_once: bool) -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _SMALL_BLOCK if at_once else _LARGEST_HEAP_BLOCK)
     mallopt(_M_TRIM_THRESHOLD, _SMALL_BLOCK if at_once else 4 * _LARGEST_HEAP_BLOCK)
+
+
+def give_back(address: int, num_bytes: int) -> int:
+    """Return the whole pages of a range of our memory to the system; they read as zeros then.
+
+    Only for memory that a large allocation got from the system. The bytes that were given back; 0
+    where the system has no such call.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    start = -(-address // page) * page
+    length = (address + num_bytes) // page * page - start
+    if length <= 0 or platform.system() != "Linux":
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return length if madvise(start, length, _MADV_DONTNEED) == 0 else 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from moebatch.native.kernels import Context
 from moebatch.plan.memory import ring_blocks
 from moebatch.plan.policy import KV_BLOCK_TOKENS
+from moebatch.runtime.host import give_back
 
 Empty = Callable[[int, tuple[int, ...], torch.dtype], Tensor]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -124,6 +125,25 @@ class KVCache:
                 if pools.numel():
                     rows = (ring if windowed else full).to(pools.device)
                     pools.view(pools.shape[0], -1, pools.shape[-1]).index_fill_(1, rows, 0.0)
+
+    def give_back(self, count: int) -> int:
+        """Return the memory of so many free blocks for good; bytes that were given back.
+
+        Layers with a window keep theirs: a ring is small.
+        """
+        assert count <= len(self._free), (count, len(self._free))
+        self._free.sort()
+        gone = [self._free.pop() for _ in range(count)]
+        self._free.reverse()
+        given = 0
+        for pools, windowed in zip(self._layers, self._windowed, strict=True):
+            if windowed or pools.device.type != "cpu":
+                continue
+            block = pools[0].nbytes // self.num_blocks
+            for first, last in _runs(gone):
+                for pool in pools:
+                    given += give_back(pool.data_ptr() + first * block, (last - first) * block)
+        return given
 
     def slots(self, table: BlockTable, start: int, end: int) -> Tensor:
         """Where tokens [start, end) of a sequence are written: row numbers of the pool, [T, G]."""
@@ -255,6 +275,17 @@ def _take(free: list[int], blocks: list[int], need: int) -> None:
 def _give(free: list[int], blocks: list[int], need: int) -> None:
     free.extend(reversed(blocks[need:]))
     del blocks[need:]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges [first, last) of neighbours."""
+    ordered, found = sorted(numbers), list[tuple[int, int]]()
+    for number in ordered:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
 
 
 def blocks_for(num_tokens: int) -> int:

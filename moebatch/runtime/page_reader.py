@@ -3,7 +3,7 @@
 What goes where is planned once; a page that is streamed is read by its plan in every pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -89,6 +89,15 @@ class PageReader:
 
         Raises: ModelError when a file cannot be read.
         """
+        for _ in self.steps(plan, buffer):
+            pass
+        return self.views(plan, buffer)
+
+    def steps(self, plan: PagePlan, buffer: Tensor) -> Iterator[None]:
+        """The same, one source after the other: who reads may stop between them.
+
+        Raises: ModelError when a file cannot be read.
+        """
         memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
         for part in plan.parts:
             for fill in part.fills:
@@ -98,7 +107,7 @@ class PageReader:
                     self._checkpoint.read_into(fill.stored.entries[0], target)
                 else:
                     self._decode(fill, tensors[part.name][fill.first : fill.last])
-        return tensors
+                yield
 
     @staticmethod
     def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:

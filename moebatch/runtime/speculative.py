@@ -25,6 +25,7 @@ from moebatch.plan.speculation import (
     share_drafts,
 )
 from moebatch.runtime.drafts import NO_DRAFT, Draft, DraftSource
+from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 
@@ -103,6 +104,18 @@ def choose_tokens(logits: Tensor, due: Seq[Due]) -> list[Sequence]:
                 sequence.trusts_drafts = False
         alive, at = still, at + 1
     return broken
+
+
+def take_back(one: Due, kv: KVCache) -> None:
+    """Take the drafts of a sequence that were rejected out of the cache."""
+    sequence, drafted = one.sequence, len(one.draft.token_ids)
+    if not drafted:
+        return
+    end = sequence.computed
+    sequence.computed = end - drafted - 1 + len(one.pushed)
+    if not sequence.trusts_drafts:  # masked positions are still multiplied: they must be finite
+        kv.scrub_tokens(sequence.blocks, sequence.computed, end)
+    kv.shrink(sequence.blocks, sequence.computed)
 
 
 def _finite(logits: Tensor, first: int, count: int) -> bool:

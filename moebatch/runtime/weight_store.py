@@ -103,7 +103,7 @@ class WeightStore:
         tensors = self._reader.read(plan, slot)
         self._reader.forget(plan)
         self._slot_of[where] = slot
-        self._pages[where] = {name: self._view(name, tensor) for name, tensor in tensors.items()}
+        self._pages[where] = {name: self.view(name, tensor) for name, tensor in tensors.items()}
 
     def free_page(self, layer: int, page: int) -> None:
         """Give a streamed page's slot back; its views die."""
@@ -114,6 +114,27 @@ class WeightStore:
         self._experts.pop((layer, page), None)
         self._free_slots.append(self._slot_of.pop((layer, page)))
 
+    def give_up_experts(self, table: PageTable, *, page_slots: int) -> dict[Where, Expert]:
+        """Go on with a table without experts; those that stayed in memory are now the caller's.
+
+        No page may be on its way. Streamed pages are gone; the buffer is made anew for the table's.
+        """
+        for layer, page in list(self._slot_of):
+            self.free_page(layer, page)
+        experts = {
+            (layer, page - 1): self.expert(layer, page)
+            for layer, page in self._pages
+            if page != ATTENTION_PAGE
+        }
+        for layer, expert in experts:
+            del self._pages[(layer, expert + 1)]
+        self._experts.clear()
+        self._table = table
+        slot_bytes = max((self._plans[where].num_bytes for where in table.streamed), default=0)
+        slots = min(page_slots, len(table.streamed))
+        self._free_slots = deque(_buffer(slot_bytes) for _ in range(slots))
+        return experts
+
     def attention(self, layer: int) -> AttentionWeights:
         """The weights of a layer's attention page, which must be there."""
         found = self._attention.get(layer)
@@ -121,6 +142,10 @@ class WeightStore:
             found = attention_weights(self._pages[(layer, ATTENTION_PAGE)], self._spec)
             self._attention[layer] = found
         return found
+
+    def try_attention(self, layer: int) -> AttentionWeights | None:
+        """The same, or None where the page is not there."""
+        return self.attention(layer) if (layer, ATTENTION_PAGE) in self._pages else None
 
     def base_ffn(self, layer: int) -> BaseFFN:
         """The FFN of every token in a layer's attention page, which must be there and have one."""
@@ -156,6 +181,11 @@ class WeightStore:
             return torch.float32  # they round x themselves
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
+    @property
+    def copies(self) -> bool:
+        """Whether `view` gives memory of its own, so that what it was made of may be used again."""
+        return self._quantization != "none"
+
     def _parts(self, where: Where) -> tuple[Part, ...]:
         layer, page = where
         if page == ATTENTION_PAGE:
@@ -174,7 +204,7 @@ class WeightStore:
             return pack(tensor, self._compute, self._kernels)
         return self._small(name, tensor, copy=True)
 
-    def _view(self, name: str, tensor: Tensor) -> Linear | Tensor:
+    def view(self, name: str, tensor: Tensor) -> Linear | Tensor:
         """The form in which a streamed part is used: the matrices in place, or quantised anew."""
         if name in MATRICES and self._quantization != "none":
             return self._keep(name, tensor)

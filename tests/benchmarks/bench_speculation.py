@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from moebatch.cli.asked import ResourceOptions
-from moebatch.cli.model_dtype import with_actual_dtype
-from moebatch.cli.planning import plan_run
+from moebatch.cli.planning import plan_run, with_actual_dtype
 from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.requests import Request, SamplingParams
