@@ -300,6 +300,20 @@ OnOom = Annotated[
     typer.Option(help="When the accelerator's memory runs out: replan smaller and go on, or fail.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
+Speculate = Annotated[
+    str | None,
+    typer.Option(help="Guess tokens ahead and check them in one pass; the text stays the same: off "
+                 "(default), ngram (from the text so far) or draft (a model).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+DraftModel = Annotated[
+    str | None, typer.Option(help="A small model of the same tokens.", rich_help_panel=_RESOURCES)
+]
+DraftTokens = Annotated[
+    str,
+    typer.Option(help="Tokens guessed per row and pass, at most: auto (as many as pay) or 1 to 16.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option(help="Write a Chrome trace of the first passes.", rich_help_panel=_REPORTING),

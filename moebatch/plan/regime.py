@@ -136,7 +136,8 @@ def _estimate(asked: Question, policy: Policy) -> float:
 
 def _host_model(asked: Question, kv_dtype: str) -> HostModel:
     return HostModel(asked.spec, asked.workload, asked.machine, compute=asked.compute,
-                     kv_dtype=kv_dtype, base_bytes=asked.base_bytes)  # fmt: skip
+                     kv_dtype=kv_dtype, base_bytes=asked.base_bytes,
+                     draft_tokens=asked.fixed.draft_tokens or 0)  # fmt: skip
 
 
 def _sizes(asked: Question) -> list[tuple[int, int]]:
@@ -164,7 +165,8 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
         needs = cache_memory(
             spec, slots=fixed.expert_slots or 0, attention_pages=attention, page_slots=spare,
             batch_size=batch, kv_blocks=blocks, kv_dtype=kv_dtype, base_bytes=asked.base_bytes,
-            native=asked.machine.native, **pass_sizes(asked.workload, batch, prefill),
+            native=asked.machine.native, draft_tokens=fixed.draft_tokens or 0,
+            **pass_sizes(asked.workload, batch, prefill),
         ).total  # fmt: skip
         least = min(least, float(np.min(needs)))
         fits = np.flatnonzero(needs <= asked.memory_bytes)
@@ -177,7 +179,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
             batch_size=batch, micro_batch_size=micro, prefill_tokens=prefill, page_slots=spare,
             kv_blocks=blocks, kv_dtype=kv_dtype, regime="cache", expert_slots=slots,
             weights_resident=float(attention[k] / num_pages(spec)),
-            eviction=fixed.eviction or EVICTION,
+            eviction=fixed.eviction or EVICTION, draft_tokens=fixed.draft_tokens or 0,
             prefetch_layers=3 if fixed.prefetch_layers is None else fixed.prefetch_layers,
         ), least  # fmt: skip
     return None, least
