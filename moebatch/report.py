@@ -96,6 +96,7 @@ class Report:
     loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float]
     expert_tokens: Sequence[Sequence[int]]
+    speculation: Mapping[str, Any] | None = None
     expert_cache: Mapping[str, Any] | None = None
     warnings: Sequence[str]
 
@@ -165,6 +166,7 @@ class Report:
             "predicted_vs_measured": self._compared(),
             "expert_cache": None if self.expert_cache is None else dict(self.expert_cache),
             "moe": expert_load(self.expert_tokens) if self.spec.has_router else None,
+            "speculation": None if self.speculation is None else dict(self.speculation),
             "finish_reasons": dict(self.rows.finish_reasons),
             "determinism": {"sampling": "batch-independent", "kernels": "batch-dependent"},
             "warnings": list(self.warnings),
@@ -200,6 +202,11 @@ class Report:
             lines.append(
                 f"predicted {self.plan.job.throughput:.1f} tok/s, measured {rate or 0:.1f}"
                 f" · bound by {'the disk' if self.disk_bound else 'computing on the host'}"
+            )
+        if guessed := self.speculation:
+            lines.append(
+                f"drafts ({guessed['source']}): {guessed['accepted']:,} of {guessed['drafted']:,} "
+                f"accepted · {guessed['tokens_per_pass'] or 1:.2f} tokens per row and pass"
             )
         if self.expert_cache and "hit_rate" in self.expert_cache:
             lines.append(_cache_line(self.expert_cache))

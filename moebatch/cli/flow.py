@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moebatch.cli.limits import ErrorLimit
+from moebatch.cli.progress import State
 from moebatch.cli.stop import Stop
 from moebatch.data.output_rows import index_of
 from moebatch.data.record import Record
@@ -32,6 +33,12 @@ class Stats(Protocol):
 
     @property
     def generated_tokens(self) -> int: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def in_flight(self) -> int: ...
 
 
 class Computes(Protocol):
@@ -107,6 +114,17 @@ class Rows:
                 if self.record is not None:
                     self.record.checkpoint(engine.in_flight)
             raise
+
+    def state(self, stats: Stats, total: int | None, mean_tokens: float) -> State:
+        """Where the run is; `total` rows are expected, of `mean_tokens` generated tokens each."""
+        return State(
+            phase=stats.phase,
+            rows_done=self.counts.total,
+            rows_total=total,
+            tokens=stats.generated_tokens + self.tokens_kept,
+            expected_tokens=None if total is None else int(total * mean_tokens),
+            in_flight=stats.in_flight,
+        )
 
     @property
     def warnings(self) -> list[str]:

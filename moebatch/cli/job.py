@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,9 @@ from moebatch.cli.planning import (
     with_actual_dtype,
     workload_of,
 )
-from moebatch.cli.progress import State, View
+from moebatch.cli.progress import View
 from moebatch.cli.regime import refuse_on_device, routing_of
+from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.stop import Stop
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.manifest import Manifest
@@ -77,6 +78,7 @@ class Job:
     resources: ResourceOptions
     accelerator: AcceleratorOptions = field(default_factory=AcceleratorOptions)
     keep: KeepOptions = field(default_factory=KeepOptions)
+    speculation: Speculation = field(default_factory=Speculation)
 
     def execute(self, view: View, stop: Stop) -> Report:
         """Run it; the report also when rows failed, or when it was stopped with its work kept.
@@ -87,6 +89,7 @@ class Job:
         out = self.output
         if self.accelerator.device != "auto" or self.accelerator.schedule is not None:
             check_accelerator(self.accelerator)  # before there is a side directory
+        self.speculation.check(self.model)
         with self.rows.open() as dataset, Checkpoint(self.model.path) as checkpoint:
             check_output(out.path, inputs=dataset.files, overwrite=out.overwrite,
                          output_format=out.output_format, error_path=out.error_file,
@@ -214,15 +217,17 @@ class Job:
         workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
         if device is not None:
             refuse_on_device(self.resources.regime)
+        drafting = self.speculation.prepared(workload)
         plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
-                                budget=budget, share=share,
-                                attention=work.attention_before())  # fmt: skip
+                                budget=budget, share=share, attention=work.attention_before(),
+                                drafting=drafting)  # fmt: skip
         view.note(line)
         work.log(line)
         work.use_numeric({"dtype": how.compute, "kv_cache_dtype": plan.policy.kv_dtype,
                           "attention": plan.policy.attention, "kernels": how.variant,
                           "quantization": how.quantization})  # fmt: skip
         with (
+            ExitStack() as stack,
             routing_of(self.model, self.resources.regime) as routing,
             Engine(
                 checkpoint,
@@ -235,6 +240,7 @@ class Job:
                 quantization=how.quantization,
                 device=device,
                 stats=stats,
+                speculator=drafting.open(stack, self.model.spec, workload, plan, how),
                 profile=routing.profile,
                 log=routing.log,
                 traced_passes=TRACED_PASSES if self.accelerator.trace else 0,
@@ -245,7 +251,7 @@ class Job:
                 with flow.stop.immediate():
                     engine.load(threads=min(how.threads, LOADERS), progress=view.loading)
                 flow.compute(engine, requests, lambda stats: view.running(
-                    _state(stats, flow, num_rows, workload)))  # fmt: skip
+                    flow.state(stats, num_rows, workload.mean_gen)))  # fmt: skip
             except DeviceMemoryFull:
                 done.unanswered, done.stats = engine.unanswered(), engine.stats
                 raise
@@ -264,12 +270,13 @@ class Job:
         }
 
     def _plan(self, device: "Device | None", workload: WorkloadSpec, *, compute: "ComputeType",
-              threads: int, budget: int, share: float,
-              attention: Processor | None) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
+              threads: int, budget: int, share: float, attention: Processor | None,
+              drafting: Drafting) -> tuple[Plan | DevicePlan, str]:  # fmt: skip
         """The plan, and the line that says what it is."""
         from moebatch.runtime import host
 
-        spec, resources, base = self.model.spec, self.resources, host.base_bytes()
+        spec, resources = self.model.spec, self.speculation.reserved(self.resources)
+        base = host.base_bytes() + drafting.memory_bytes
         if device is not None and resources.policy is not None:
             policy = overridden(resources.policy, resources.overrides)
             given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
@@ -322,6 +329,7 @@ class Job:
             loaded_bytes=done.loaded_bytes,
             lane_busy_s=done.lane_busy_s,
             expert_tokens=done.expert_tokens,
+            speculation=done.speculation,
             expert_cache=done.expert_cache,
             warnings=[*flow.warnings, *done.warnings],
         )
@@ -345,6 +353,7 @@ class Computed:
     loaded_bytes: int = 0
     lane_busy_s: Mapping[str, float] = field(default_factory=dict)
     expert_tokens: Sequence[Sequence[int]] = ()
+    speculation: dict[str, Any] | None = None
     expert_cache: Mapping[str, Any] | None = None
 
     @classmethod
@@ -367,6 +376,7 @@ class Computed:
             loaded_bytes=stats.loaded_bytes,
             lane_busy_s={lane.value: busy for lane, busy in stats.lane_busy_s.items()},
             expert_tokens=engine.expert_tokens,
+            speculation=engine.speculation,
             expert_cache=None if engine.regime is None else engine.regime.to_dict(),
         )
 
@@ -384,15 +394,3 @@ class _Done:
     traced: "Sequence[PassResult]" = ()
     unanswered: Sequence[Request] = ()
     stats: "EngineStats | None" = None
-
-
-def _state(stats: "EngineStats", flow: Rows, total: int | None, workload: WorkloadSpec) -> State:
-    expected = None if total is None else int(total * workload.mean_gen)
-    return State(
-        phase=stats.phase,
-        rows_done=flow.counts.total,
-        rows_total=total,
-        tokens=stats.generated_tokens + flow.tokens_kept,
-        expected_tokens=expected,
-        in_flight=stats.in_flight,
-    )

@@ -272,8 +272,8 @@ RoutingTrace = Annotated[
 ]  # fmt: skip
 Quantization = Annotated[
     str,
-    typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
-                 " loaded.", rich_help_panel=_RESOURCES),
+    typer.Option(help="none, int8 or int4: experts and projections are rounded to 8 or 4 bits"
+                 " as they are loaded.", rich_help_panel=_RESOURCES),
 ]  # fmt: skip
 KvCacheDtype = Annotated[
     str,
@@ -298,6 +298,20 @@ GpuMemory = Annotated[
 OnOom = Annotated[
     str,
     typer.Option(help="When the accelerator's memory runs out: replan smaller and go on, or fail.",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+Speculate = Annotated[
+    str | None,
+    typer.Option(help="Guess tokens ahead and check them in one pass; the text stays the same: off "
+                 "(default), ngram (from the text so far) or draft (a model).",
+                 rich_help_panel=_RESOURCES),
+]  # fmt: skip
+DraftModel = Annotated[
+    str | None, typer.Option(help="A small model of the same tokens.", rich_help_panel=_RESOURCES)
+]
+DraftTokens = Annotated[
+    str,
+    typer.Option(help="Tokens guessed per row and pass, at most: auto (as many as pay) or 1 to 16.",
                  rich_help_panel=_RESOURCES),
 ]  # fmt: skip
 Trace = Annotated[
@@ -348,7 +362,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": ("none", "int8"),
+    "quantization": ("none", "int8", "int4"),
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),

@@ -86,6 +86,7 @@ def overridden(policy: Policy, fixed: Overrides) -> Policy:
         "weights_resident": fixed.weights_resident,
         "prefill_tokens": fixed.prefill_tokens,
         "kv_dtype": fixed.kv_dtype,
+        "draft_tokens": fixed.draft_tokens,
         "regime": fixed.regime,
         "expert_slots": fixed.expert_slots,
         "eviction": fixed.eviction,

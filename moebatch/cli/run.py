@@ -90,6 +90,9 @@ def run(
     schedule: opt.Schedule = "auto",
     gpu_memory: opt.GpuMemory = None,
     on_oom: opt.OnOom = "replan",
+    speculate: opt.Speculate = None,
+    draft_model: opt.DraftModel = None,
+    draft_tokens: opt.DraftTokens = "auto",
     report: opt.ReportFile = None,
     trace: opt.Trace = None,
     routing_trace: opt.RoutingTrace = None,
@@ -98,7 +101,7 @@ def run(
     quiet: opt.Quiet = False,
 ) -> None:
     """Generate text for every row of a data set and write it in the order of the rows."""
-    from moebatch.cli import asked, job
+    from moebatch.cli import asked, job, speculation
     from moebatch.cli.accelerator import accelerator_options
     from moebatch.cli.limits import parse_tolerance
     from moebatch.cli.progress import make_view
@@ -107,10 +110,9 @@ def run(
     from moebatch.model.resolve import resolve_model
 
     opt.check_choices(
-        output_format=output_format, output_schema=output_schema, order=order,
-        apply_chat_template=apply_chat_template, on_too_long=on_too_long,
-        truncation_side=truncation_side, on_duplicate=on_duplicate, dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype, resume=resume, quantization=quantization,
+        apply_chat_template=apply_chat_template, on_duplicate=on_duplicate, on_too_long=on_too_long,
+        truncation_side=truncation_side, kv_cache_dtype=kv_cache_dtype, output_format=output_format,
+        output_schema=output_schema, quantization=quantization, resume=resume, dtype=dtype, order=order,
     )  # fmt: skip
     limit_s = None if time_limit is None else parse_duration(time_limit)
     view = make_view(progress, quiet=quiet)
@@ -140,16 +142,17 @@ def run(
             tolerance=parse_tolerance(max_errors, fail_fast=fail_fast),
         ),
         prompts=asked.PromptOptions(
-            sampling=sampling, generation_config=generation_config, chat_template=chat_template,
-            apply_chat_template=apply_chat_template, system=asked.text_or_file(system),
-            strict=strict, on_too_long=on_too_long, truncation_side=truncation_side,
-            max_model_len=max_model_len,
+            generation_config=generation_config, apply_chat_template=apply_chat_template, strict=strict,
+            system=asked.text_or_file(system), truncation_side=truncation_side, on_too_long=on_too_long,
+            sampling=sampling, chat_template=chat_template, max_model_len=max_model_len,
         ),
         resources=resources(memory, dtype=dtype, cpu_threads=cpu_threads, batch_size=batch_size,
                             micro_batch_size=micro_batch_size, kv_cache_dtype=kv_cache_dtype,
                             weights_resident=weights_resident, policy=policy, regime=regime,
                             quantization=quantization, expert_cache=expert_cache, eviction=eviction,
                             prefetch_layers=prefetch_layers, routing_trace=routing_trace),
+        speculation=speculation.asked_for(speculate, draft_model=draft_model, offline=offline,
+                                          draft_tokens=draft_tokens, cache_dir=cache_dir),
         keep=keep_options(resume, no_resume=no_resume, overwrite=overwrite,
                           keep_errors=keep_errors, checkpoint_tokens=checkpoint_tokens),
         accelerator=accelerator_options(device, schedule=schedule, gpu_memory=gpu_memory,

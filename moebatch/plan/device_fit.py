@@ -21,6 +21,7 @@ from moebatch.plan.optimizer import num_pages, resident_pages
 from moebatch.plan.pipeline import STYLES, WEIGHT_BUFFERS, kv_slots
 from moebatch.plan.policy import Overrides, Policy
 from moebatch.plan.schedule import Processor
+from moebatch.plan.speculation import pass_drafts
 from moebatch.units import format_bytes
 
 _MICRO_BATCHES = 4  # two are ahead, so fewer would leave a processor waiting
@@ -74,7 +75,8 @@ def device_memory(spec: ModelSpec, policy: Policy) -> DeviceMemory:
     device_cache = policy.attention == "gpu"
     block = kv_block_bytes(spec, policy.kv_dtype)
     on_device = round(policy.kv_resident * spec.num_layers) * device_cache
-    tokens = policy.prefill_tokens + policy.batch_size
+    rows = policy.batch_size + pass_drafts(policy.batch_size, policy.draft_tokens)
+    tokens = policy.prefill_tokens + int(rows)
     keys = spec.cache_heads * spec.cache_head_dim
     queries = spec.num_q_heads * max(spec.head_dim, spec.cache_head_dim)
     row = (3 * spec.hidden_size + 2 * queries) * FLOAT + 2 * keys * DTYPE_BYTES[policy.kv_dtype]
@@ -145,6 +147,7 @@ def settle(spec: ModelSpec, policy: Policy, *, schedule: str, device_bytes: int,
         schedule=schedule,
         micro_batch_size=policy.batch_size if schedule == "layerwise" else size,
         prefill_tokens=min(policy.prefill_tokens, _PREFILL_TOKENS),
+        draft_tokens=fixed.draft_tokens or 0,
     )
     pages = num_pages(spec)
     most = pages if policy.ffn == "gpu" else spec.num_layers

@@ -13,6 +13,7 @@ import numpy as np
 from moebatch.plan.cost import expert_page_bytes, mean_attention_page_bytes
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.policy import KV_BLOCK_TOKENS
+from moebatch.plan.speculation import pass_drafts
 
 Amount = Any  # a whole number of bytes, or an array of them
 FLOAT = 4
@@ -88,18 +89,21 @@ def kv_block_bytes(spec: ModelSpec, kv_dtype: str) -> int:
     return spec.kv_bytes_per_token(kv_dtype) * KV_BLOCK_TOKENS
 
 
-def ring_blocks(windows: Sequence[int | None]) -> int:
-    """Blocks of a sequence in the layers with a sliding window; 0 where there are none."""
+def ring_blocks(windows: Sequence[int | None], draft_tokens: int = 0) -> int:
+    """Blocks of a sequence in the layers with a sliding window; 0 where there are none.
+
+    Drafts that are rejected must not have overwritten what the window still shows.
+    """
     widest = max((window for window in windows if window is not None), default=0)
-    return -(-widest // KV_BLOCK_TOKENS)
+    return -(-(widest + draft_tokens) // KV_BLOCK_TOKENS) if widest else 0
 
 
 def kv_cache_bytes(spec: ModelSpec, *, kv_blocks: Amount, batch_size: Amount,
-                   kv_dtype: str) -> Amount:  # fmt: skip
+                   kv_dtype: str, draft_tokens: int = 0) -> Amount:  # fmt: skip
     """The whole KV cache: layers with a window hold no more than the window of each sequence."""
     layer_block = kv_block_bytes(spec, kv_dtype) // spec.num_layers
     windowed = sum(window is not None for window in spec.layer_windows)
-    rings = np.minimum(kv_blocks, batch_size * ring_blocks(spec.layer_windows))
+    rings = np.minimum(kv_blocks, batch_size * ring_blocks(spec.layer_windows, draft_tokens))
     return layer_block * ((spec.num_layers - windowed) * kv_blocks + windowed * rings)
 
 
@@ -152,15 +156,17 @@ def logit_bytes(spec: ModelSpec, batch_size: Amount) -> Amount:
 def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, micro_tokens: Amount,
                 kv_blocks: Amount, attention_pages: Amount, expert_pages: Amount,
                 page_slots: Amount, kv_dtype: str, base_bytes: int,
-                native: bool = False) -> MemoryPlan:  # fmt: skip
+                native: bool = False, draft_tokens: int = 0) -> MemoryPlan:  # fmt: skip
     """Peak host memory when so many pages stay; `base_bytes` is what the process takes before any.
 
     `native`: the native kernels compute, which need no work space to speak of; else PyTorch.
 
-    `pass_tokens` go through a layer in one pass, at most `micro_tokens` in one micro-batch.
+    `pass_tokens` go through a layer in one pass, at most `micro_tokens` in one micro-batch, and up to
+    `draft_tokens` more of each row.
 
     Attention pages are spread evenly, so those that stay are of average size.
     """
+    drafts = pass_drafts(batch_size, draft_tokens)
     expert, attention = expert_page_bytes(spec), attention_page_bytes(spec)
     mean = mean_attention_page_bytes(spec)
     slot = np.where(attention_pages < spec.num_layers, max(expert, attention), expert)
@@ -174,16 +180,20 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, mic
         + np.where(streamed > 0, decoding_bytes(spec) + (0 if native else _stream_work(spec)), 0),
         loading=loading_bytes(spec, staged),
         kv_cache=kv_cache_bytes(
-            spec, kv_blocks=kv_blocks, batch_size=batch_size, kv_dtype=kv_dtype
+            spec,
+            kv_blocks=kv_blocks,
+            batch_size=batch_size,
+            kv_dtype=kv_dtype,
+            draft_tokens=draft_tokens,
         ),
         activations=activation_bytes(
             spec,
-            pass_tokens=pass_tokens,
-            micro_tokens=micro_tokens,
+            pass_tokens=pass_tokens + drafts,
+            micro_tokens=micro_tokens + drafts,
             kv_blocks=kv_blocks,
             native=native,
         ),
-        logits=logit_bytes(spec, batch_size),
+        logits=logit_bytes(spec, batch_size + drafts),
     )
 
 

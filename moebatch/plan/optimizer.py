@@ -76,6 +76,7 @@ def memory_of(spec: ModelSpec, policy: Policy, *, base_bytes: int,
         "kv_dtype": policy.kv_dtype,
         "base_bytes": base_bytes,
         "native": native,
+        "draft_tokens": policy.draft_tokens,
         **sizes,
     }
     if policy.regime == "cache":
@@ -91,7 +92,7 @@ def choose(spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec, com
     """
     kv_dtype = fixed.kv_dtype or spec.weight_dtype
     model = HostModel(spec, workload, machine, compute=compute, kv_dtype=kv_dtype,
-                      base_bytes=base_bytes)  # fmt: skip
+                      base_bytes=base_bytes, draft_tokens=fixed.draft_tokens or 0)  # fmt: skip
     found = search_host(
         model, candidates(spec, workload, fixed), memory_bytes=memory_bytes,
         micro_batch=fixed.micro_batch_size,

@@ -14,6 +14,7 @@ from moebatch.plan.hybrid import MISSES, Misses
 from moebatch.plan.model_spec import DTYPE_BYTES
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.schedule import Processor
+from moebatch.plan.speculation import MAX_DRAFT_TOKENS
 
 KV_BLOCK_TOKENS = 16
 Regime = Literal["stream", "cache"]
@@ -39,6 +40,7 @@ class Policy:
     With an accelerator: `prefill_micro_batch_size` requests share a call in prefill,
     `experts_grouped` micro-batches one visit to an expert, and `weights_on_disk` is the share of the
     pages that host memory cannot hold. `weight_dtype` None: as the checkpoint stores them.
+    `draft_tokens` is how many drafts a row may bring into a pass, 0 where none are made.
     In the "cache" regime of few rows only experts that have tokens are read: `expert_slots` of them are
     kept, whoever is worth least by `eviction` leaves, and routers of the next `prefetch_layers` layers
     say what to read ahead. In the "stream" regime the job's tail changes over to that cache once no
@@ -61,6 +63,7 @@ class Policy:
     experts_grouped: int = 1
     weights_on_disk: float = 0.0
     weight_dtype: str | None = None
+    draft_tokens: int = 0
     regime: Regime = "stream"
     expert_slots: int = 0
     eviction: EvictionName = "mrs"
@@ -87,6 +90,9 @@ class Policy:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
                 raise UsageError(f"policy: {name} is {value!r}, must be 0 to 1")
+        drafts = self.draft_tokens
+        if type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"policy: draft_tokens is {drafts!r}, must be 0 to {MAX_DRAFT_TOKENS}")
         if type(self.keep_computed) is not bool:
             raise UsageError(
                 f"policy: keep_computed is {self.keep_computed!r}, must be true or false"
@@ -141,6 +147,7 @@ class Overrides:
     attention: Processor | None = None
     ffn: Processor | None = None
     kv_resident: float | None = None
+    draft_tokens: int | None = None
     regime: Regime | None = None
     expert_slots: int | None = None
     eviction: EvictionName | None = None

@@ -48,10 +48,12 @@ class HostModel:
     """Memory and throughput of one model and one workload on one host."""
 
     def __init__(self, spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *,
-                 compute: str, kv_dtype: str, base_bytes: int) -> None:  # fmt: skip
-        """`compute` is the data type of the products."""
+                 compute: str, kv_dtype: str, base_bytes: int,
+                 draft_tokens: int = 0) -> None:  # fmt: skip
+        """`compute` is the data type of the products, `draft_tokens` the most drafts per row."""
         self.spec, self._workload, self._kv_dtype = spec, workload, kv_dtype
         self._base, self._native = base_bytes, machine.native
+        self._draft_tokens = draft_tokens
         self.time = HostTime(spec, machine, compute=compute, kv_dtype=kv_dtype)
 
     def kv_blocks(self, batch: Amount) -> Amount:
@@ -79,6 +81,7 @@ class HostModel:
             page_slots=self.page_slots(at.attention_pages, at.expert_pages),
             kv_dtype=self._kv_dtype,
             base_bytes=self._base,
+            draft_tokens=self._draft_tokens,
             native=self._native,
         )
 
@@ -140,6 +143,7 @@ class HostModel:
             page_slots=int(self.page_slots(at.attention_pages[k], at.expert_pages[k])),
             kv_blocks=max(blocks, min(blocks + extra, most_blocks(work, batch))),
             kv_dtype=self._kv_dtype,
+            draft_tokens=self._draft_tokens,
         )
 
 

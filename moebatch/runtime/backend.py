@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
@@ -123,7 +122,7 @@ class HostBackend:
         """See Backend."""
         one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows,
                          native=self._native)  # fmt: skip
-        self._forward.begin(one, wanted=None if all_logits else wanted_of(one.last_tokens))
+        self._forward.begin(one, wanted=None if all_logits else one.wanted)
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)
         if self._log is not None:
@@ -174,13 +173,5 @@ def host_cache(spec: ModelSpec, policy: Policy, *, windows: Sequence[int | None]
         dtype=policy.kv_dtype,
         windows=windows,
         max_sequences=policy.batch_size,
+        draft_tokens=policy.draft_tokens,
     )
-
-
-def wanted_of(last_tokens: LastTokens) -> Tensor:
-    """The tokens whose logits may be asked for.
-
-    A prompt that is not finished in this pass gives no logits, but asking for its last token costs
-    nothing and keeps this independent of what is sampled.
-    """
-    return torch.tensor([token for group in last_tokens for token in group])

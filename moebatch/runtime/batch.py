@@ -27,13 +27,15 @@ _MAX_GATHER_BYTES = 64 << 20
 class Segment:
     """Tokens of one sequence from position `start` on, and the sequence's block table.
 
-    `max_len` is how long it may become: some models turn long rows by other angles.
+    `max_len` is how long it may become: some models turn long rows by other angles. The logits of
+    the last `wanted` tokens may be asked for.
     """
 
     token_ids: tuple[int, ...]
     start: int
     blocks: BlockTable
     max_len: int = 0
+    wanted: int = 1
 
     @property
     def end(self) -> int:
@@ -105,11 +107,16 @@ class MicroBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """Token ids [T] and micro-batches. `last_tokens[j][k]` is the last token of segment k of
-    micro-batch j, counted in the pass."""
+    micro-batch j, counted in the pass; `wanted` are the tokens whose logits may be asked for.
+
+    A prompt that is not finished in this pass gives no logits, but asking for its last token costs
+    nothing and keeps this independent of what is sampled.
+    """
 
     token_ids: Tensor
     micro_batches: tuple[MicroBatch, ...]
     last_tokens: tuple[tuple[int, ...], ...]
+    wanted: Tensor
 
 
 def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
@@ -120,12 +127,15 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
     """
     first, ids = 0, []
     micro_batches, last_tokens = [], []
+    wanted: list[int] = []
     for segments in groups:
         order = sorted(range(len(segments)), key=lambda k: _rank(segments[k]))
         ordered = [segments[k] for k in order]
         ends = _ends(ordered, first)
         position = dict(zip(order, ends, strict=True))
         last_tokens.append(tuple(position[k] - 1 for k in range(len(segments))))
+        for segment, end in zip(ordered, ends, strict=True):
+            wanted += range(end - segment.wanted, end)
         micro_batches.append(
             _micro_batch(first, ordered, kv=kv, rope=rope, windows=windows, native=native)
         )
@@ -135,6 +145,7 @@ def build_pass(groups: Seq[Seq[Segment]], *, kv: KVCache, rope: Rope,
         token_ids=torch.tensor(ids),
         micro_batches=tuple(micro_batches),
         last_tokens=tuple(last_tokens),
+        wanted=torch.tensor(wanted),
     )
 
 

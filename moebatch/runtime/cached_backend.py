@@ -17,7 +17,7 @@ from moebatch.plan.optimizer import table_of
 from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane, Task, prologue, zigzag
-from moebatch.runtime.backend import HostBackend, PassResult, Progress, host_cache, wanted_of
+from moebatch.runtime.backend import HostBackend, PassResult, Progress, host_cache
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.cached_forward import CachedForward
 from moebatch.runtime.executor import Executor
@@ -101,7 +101,7 @@ class CachedHostBackend:
         """See Backend."""
         one = build_pass(groups, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows,
                          native=self._native)  # fmt: skip
-        self._forward.begin(one, wanted=None if all_logits else wanted_of(one.last_tokens))
+        self._forward.begin(one, wanted=None if all_logits else one.wanted)
         tasks = self._schedule(len(groups))
         timeline = self._executor.run(tasks)
         if self._log is not None:

@@ -17,7 +17,7 @@ from moebatch.plan.pipeline import STYLES, Phase, Step, kv_slots, pass_tasks, st
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Task
 from moebatch.plan.stream import Home, StreamPlan
-from moebatch.runtime.backend import PassResult, Progress, host_cache, wanted_of
+from moebatch.runtime.backend import PassResult, Progress, host_cache
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.device import BACKGROUND_LANES, Device
 from moebatch.runtime.device_batch import phase_of
@@ -106,7 +106,7 @@ class DeviceBackend:
         split = [[groups[g][k] for g, k in place] for place in places]
         one = build_pass(split, kv=self.kv, rope=self._rope, windows=self._spec.layer_windows)
         step, tasks = self._schedule(tuple(phase_of(segments) for segments in split))
-        self._forward.begin(one, step, wanted=None if all_logits else wanted_of(one.last_tokens))
+        self._forward.begin(one, step, wanted=None if all_logits else one.wanted)
         timeline = self._executor.run(tasks)
         last = {
             where: token

@@ -28,11 +28,12 @@ from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device, closed_on_error, memory_errors
 from moebatch.runtime.device_regime import device_backend, device_regime_facts
+from moebatch.runtime.drafts import NO_DRAFT, Draft
 from moebatch.runtime.host import return_freed_memory
 from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
 from moebatch.runtime.routing_log import RoutingLog
-from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
+from moebatch.runtime.speculative import Due, Speculator, choose_tokens, chunks, take_back
 from moebatch.runtime.stopping import Decode, OpenStream, StopChecker
 
 
@@ -71,7 +72,7 @@ def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
             f"--quantization {asked} needs the native kernels, which are not there",
             hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
         )
-    return "int8"
+    return "int4" if asked == "int4" else "int8"
 
 
 @dataclass(slots=True)
@@ -98,13 +99,14 @@ class Engine:
                  max_model_len: int, compute: ComputeType = "float32",
                  kernels: Kernels | None = None, quantization: Quantization = "none",
                  device: Device | None = None, traced_passes: int = 0,
-                 stats: "EngineStats | None" = None,
+                 stats: "EngineStats | None" = None, speculator: Speculator | None = None,
                  profile: Profile | None = None, log: RoutingLog | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache; `load` reads the weights.
 
         Without native kernels PyTorch computes everything; they are for the host.
         `device`: the accelerator, None where there is none; closed with the engine.
+        `speculator`: where drafts come from, None for none; closed with the engine.
         `traced_passes`: of how many passes `traced` keeps tasks and times, the first ones.
         `stats`: those of an earlier engine of the same run, counted on.
         `profile`: tokens that experts computed in earlier runs [L, E]. `log` records the routing.
@@ -129,6 +131,10 @@ class Engine:
                     device=device, profile=profile, interrupted=interrupted,
                 )  # fmt: skip
         self._kv = self._backend.kv
+        # A ring forgets what later tokens of the same pass would still need.
+        self._resumes_one_by_one = self._backend.one_by_one and not self._kv.ring_tokens
+        self._speculator = speculator
+        self._drafts: dict[Sequence, Draft] = {}
         self._interrupted = interrupted
         self._admission: Admission | None = None
         self._ended: dict[int, list[Sequence]] = {}
@@ -234,9 +240,16 @@ class Engine:
         counts: list[list[int]] = self._backend.expert_tokens.tolist()
         return counts
 
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """Drafts and what became of them, for a report; None where none were asked for."""
+        return None if self._speculator is None else self._speculator.describe()
+
     def close(self) -> None:
         """Stop the lanes and the device. The checkpoint is the caller's to close."""
         self._backend.close()
+        if self._speculator is not None:
+            self._speculator.close()
         if self._device is not None:
             self._device.close()
 
@@ -291,22 +304,26 @@ class Engine:
         """Compute one pass and sample; the sequences whose logits were not finite."""
         start = time.perf_counter()
         groups = self._segments(active)
+        drafted = time.perf_counter()
         done = self._backend.compute([[segment for _, segment in group] for group in groups])
         if len(self.traced) < self._traced_passes:
             self.traced.append(done)
-        due: list[tuple[Sequence, int]] = []
+        due: dict[Sequence, list[int]] = {}
         prompt_tokens = 0
         for group, last_tokens in zip(groups, done.last_tokens, strict=True):
             for (sequence, segment), last in zip(group, last_tokens, strict=True):
                 before, sequence.computed = sequence.remaining_prompt, segment.end
                 prompt_tokens += before - sequence.remaining_prompt
                 if sequence.remaining_prompt == 0:
-                    due.append((sequence, last))
+                    due.setdefault(sequence, []).extend(range(last + 1 - segment.wanted, last + 1))
         broken = self._sample(due)
         for lane in done.timeline.lanes:
             busy = self.stats.lane_busy_s.get(lane, 0.0)
             self.stats.lane_busy_s[lane] = busy + done.timeline.busy_s(lane)
-        self._count(time.perf_counter() - start, prompt_tokens, done.num_tokens)
+        end = time.perf_counter()
+        if self._speculator is not None and not prompt_tokens:
+            self._speculator.timed(done.num_tokens, end - drafted)
+        self._count(end - start, prompt_tokens, done.num_tokens)
         return broken
 
     def _segments(self, active: list[Sequence]) -> list[list[tuple[Sequence, Segment]]]:
@@ -316,11 +333,14 @@ class Engine:
         """
         groups: dict[int, list[tuple[Sequence, Segment]]] = {}
         budget = self._policy.prefill_tokens
+        self._drafts = self._draft(active)
         for sequence in sorted(active, key=lambda s: s.computed == 0):
             allowed = budget if sequence.remaining_prompt else 1
             if allowed == 0:
                 continue
-            segments = sequence.segments(allowed, one_by_one=self._backend.one_by_one)
+            drafts = self._drafts.get(sequence, NO_DRAFT).token_ids
+            one_by_one = self._backend.one_by_one if drafts else self._resumes_one_by_one
+            segments = sequence.segments(allowed, one_by_one=one_by_one, drafts=drafts)
             if sequence.remaining_prompt:
                 budget -= segments[-1].end - sequence.computed
             self._kv.extend(sequence.blocks, segments[-1].end)
@@ -328,19 +348,30 @@ class Engine:
             group += [(sequence, segment) for segment in segments]
         return [groups[j] for j in sorted(groups)]
 
-    def _sample(self, due: list[tuple[Sequence, int]]) -> list[Sequence]:
-        """Choose the next token of each sequence; returns those with logits that are not finite."""
+    def _draft(self, active: list[Sequence]) -> dict[Sequence, Draft]:
+        """Drafts of the rows that decode in this pass."""
+        if self._speculator is None:
+            return {}
+        decoding = [sequence for sequence in active if not sequence.remaining_prompt]
+        waiting = sum(sequence.remaining_prompt for sequence in active)
+        tokens = len(decoding) + min(waiting, self._policy.prefill_tokens)
+        drafts = self._speculator.drafts(decoding, tokens=tokens)
+        return dict(zip(decoding, drafts, strict=True))
+
+    def _sample(self, due: dict[Sequence, list[int]]) -> list[Sequence]:
+        """Choose the next tokens of each sequence; returns those with logits that are not finite."""
+        rows = [Due(sequence=sequence, tokens=tokens, before=len(sequence.generated),
+                    draft=self._drafts.get(sequence, NO_DRAFT))
+                for sequence, tokens in due.items()]  # fmt: skip
         broken = []
-        for first in range(0, len(due), MAX_LOGIT_ROWS):
-            part = due[first : first + MAX_LOGIT_ROWS]
-            logits = self._backend.logits(torch.tensor([token for _, token in part]))
-            sampled = sample(logits, [sequence.sampling_state() for sequence, _ in part])
-            for (sequence, _), token in zip(part, sampled, strict=True):
-                if token.finite:
-                    self.stats.generated_tokens += 1
-                    sequence.push(token.token_id, token.logprob)
-                else:
-                    broken.append(sequence)
+        for part in chunks(rows, MAX_LOGIT_ROWS):
+            logits = self._backend.logits(torch.tensor([t for one in part for t in one.tokens]))
+            broken += choose_tokens(logits, part)
+            for one in part:
+                self.stats.generated_tokens += len(one.pushed)
+                if self._speculator is not None and one.sequence in self._drafts:
+                    self._speculator.learn(one.sequence, one.draft, one.pushed)
+                    take_back(one, self._kv)
         return broken
 
     def _count(self, seconds: float, prompt_tokens: int, tokens: int) -> None:

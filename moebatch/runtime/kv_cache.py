@@ -42,16 +42,18 @@ class KVCache:
 
     def __init__(self, *, num_layers: int, num_blocks: int, num_kv_heads: int, head_dim: int,
                  dtype: str, value_dim: int | None = None, windows: Sequence[int | None] = (),
-                 max_sequences: int | None = None, empty: Empty | None = None) -> None:  # fmt: skip
+                 max_sequences: int | None = None, draft_tokens: int = 0,
+                 empty: Empty | None = None) -> None:  # fmt: skip
         """Reserve address space for the pools; memory is touched only when a block is written.
 
         Zeros, because masked positions are still multiplied: they must be finite.
         `value_dim`: a value is so much of its key (latents), and is not held again.
         `windows`: of each layer, none given: no layer has one. At most `max_sequences` hold blocks at
-        once, which bounds the rings. `empty` gives a layer's memory where that is not host memory;
-        such a cache's indices must lie there too.
+        once, which bounds the rings; these have room for `draft_tokens` behind the token that decodes,
+        so that `shrink` can take drafts back. `empty` gives a layer's memory where that is not host
+        memory; such a cache's indices must lie there too.
         """
-        self._ring_blocks = ring_blocks(windows)
+        self._ring_blocks = ring_blocks(windows, draft_tokens)
         ring = min(num_blocks, self._ring_blocks * (max_sequences or num_blocks))
         self._windowed = [bool(windows) and windows[i] is not None for i in range(num_layers)]
         pools = 2 if value_dim is None else 1
@@ -95,11 +97,15 @@ class KVCache:
         _take(self._free, table.full, need)
         _take(self._free_ring, table.ring, min(need, self._ring_blocks))
 
+    def shrink(self, table: BlockTable, num_tokens: int) -> None:
+        """Give the blocks back that lie behind a sequence's first `num_tokens` tokens."""
+        need = blocks_for(num_tokens)
+        _give(self._free, table.full, need)
+        _give(self._free_ring, table.ring, min(need, self._ring_blocks))
+
     def release(self, table: BlockTable) -> None:
         """Give all blocks of a sequence back; the table is empty afterwards."""
-        for free, taken in ((self._free, table.full), (self._free_ring, table.ring)):
-            free.extend(reversed(taken))
-            taken.clear()
+        self.shrink(table, 0)
 
     def scrub(self, table: BlockTable) -> None:
         """Zero a sequence's blocks: after non-finite values, before another sequence gets them."""
@@ -109,6 +115,16 @@ class KVCache:
                 if pools.numel():
                     rows = ring if windowed else full
                     pools.index_fill_(1, rows.to(pools.device), 0.0)
+
+    def scrub_tokens(self, table: BlockTable, start: int, end: int) -> None:
+        """Zero tokens [start, end) of a sequence, of which a ring holds no later ones."""
+        full = self.slots(table, start, end).flatten()
+        ring = self.ring_slots(table, start, end).flatten() if self.ring_tokens else full
+        for cache in (self, *self.followers):
+            for pools, windowed in zip(cache._layers, cache._windowed, strict=True):
+                if pools.numel():
+                    rows = (ring if windowed else full).to(pools.device)
+                    pools.view(pools.shape[0], -1, pools.shape[-1]).index_fill_(1, rows, 0.0)
 
     def give_back(self, count: int) -> int:
         """Return the memory of so many free blocks for good; bytes that were given back.
@@ -254,6 +270,11 @@ def _take(free: list[int], blocks: list[int], need: int) -> None:
     assert missing <= len(free), (missing, len(free))
     for _ in range(missing):
         blocks.append(free.pop())
+
+
+def _give(free: list[int], blocks: list[int], need: int) -> None:
+    free.extend(reversed(blocks[need:]))
+    del blocks[need:]
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -80,7 +80,11 @@ class StopChecker:
 
         As in vLLM, EOS stays forbidden under ignore_eos too.
         """
-        if len(self._token_ids) >= self._params.min_tokens:
+        return self.forbidden_after(len(self._token_ids))
+
+    def forbidden_after(self, num_tokens: int) -> tuple[int, ...]:
+        """The same once so many tokens have been generated."""
+        if num_tokens >= self._params.min_tokens:
             return ()
         return tuple(sorted(self._eos | self._stop_ids))
 

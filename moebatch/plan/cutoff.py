@@ -1,0 +1,81 @@
+"""How many layers' experts to prefetch while a draft model runs: the cutoff layer of SP-MoE.
+
+The draft's attention output of layer l goes through the target's router of that layer; what it names is
+fetched over one link, in order. Fetching more than the drafting hides delays what the target needs at
+once. Source: SP-MoE (arXiv 2510.10302); the paper's inequality is `hidden_layers`, the choice by the
+whole step's expected seconds is ours.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """One step of drafting and verifying. Seconds: of a draft layer, of a target layer without waiting
+    for experts, of one expert over the link.
+
+    Each of `layers` needs `experts` that are not there yet, and as many are named for it, of which the
+    share `accuracy` is right. `draft_tokens` are drafted, each through `draft_layers`; the first one's
+    routing is what is known of. `slots` is how many fetched experts there is room for.
+    """
+
+    draft_layer_s: float
+    target_layer_s: float
+    expert_s: float
+    layers: int
+    draft_layers: int
+    draft_tokens: int
+    experts: float
+    accuracy: float
+    slots: float
+
+    @property
+    def draft_s(self) -> float:
+        """The drafting stage."""
+        return self.draft_tokens * self.draft_layers * self.draft_layer_s
+
+
+def fetched_at(costs: StepCosts, cutoff: int) -> list[float]:
+    """When the experts named for each layer below the cutoff have come, from the step's start."""
+    times, free = [], 0.0
+    for layer in range(cutoff):
+        free = max(free, (layer + 1) * costs.draft_layer_s) + costs.experts * costs.expert_s
+        times.append(free)
+    return times
+
+
+def most_layers(costs: StepCosts) -> int:
+    """Layers that can be prefetched for: the draft reaches them, and their experts have room."""
+    reached = min(costs.layers, costs.draft_layers)
+    return min(reached, int(costs.slots / costs.experts)) if costs.experts else reached
+
+
+def hidden_layers(costs: StepCosts) -> int:
+    """The paper's cutoff: the most layers whose experts have room and come while it is drafted."""
+    most = most_layers(costs)
+    return sum(time <= costs.draft_s for time in fetched_at(costs, most))
+
+
+def step_seconds(costs: StepCosts, cutoff: int) -> float:
+    """Expected seconds of drafting and verifying: what was not named rightly is fetched when needed."""
+    named = fetched_at(costs, cutoff)
+    now, link = costs.draft_s, named[-1] if named else 0.0
+    for layer in range(costs.layers):
+        right = costs.accuracy if layer < cutoff else 0.0
+        missing = costs.experts * (1.0 - right)
+        # Waits, each weighed with the chance that there is anything to wait for.
+        ready = now
+        if layer < cutoff:
+            ready += (1.0 - (1.0 - right) ** costs.experts) * max(0.0, named[layer] - now)
+        if missing > 0:
+            busy = (1.0 - right**costs.experts) * max(0.0, link - now)
+            link = max(link, now) + missing * costs.expert_s
+            ready = max(ready, now + busy + missing * costs.expert_s)
+        now = ready + costs.target_layer_s
+    return now
+
+
+def cutoff_layer(costs: StepCosts) -> int:
+    """The number of layers to prefetch for with which the step ends first; of equals the fewest."""
+    choices = range(most_layers(costs) + 1)
+    return min(choices, key=lambda cutoff: (step_seconds(costs, cutoff), cutoff))
