@@ -10,6 +10,7 @@ each stands what the cost model says of the same acceptance. One JSON document a
 import argparse
 import json
 import statistics
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
                 engine._speculator = opened
                 run, said = _run(engine, requests)
                 runs[count].append(run)
+                print(rows, count, run, file=sys.stderr, flush=True)
                 answers.add(said)
         assert len(answers) == 1, "drafts changed an answer"
         engine._speculator = None
