@@ -83,7 +83,8 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
-                                overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
+                                overrides=Overrides(batch_size=rows, draft_tokens=8,
+                                                    regime="stream"))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
                     base_bytes=base)  # fmt: skip
