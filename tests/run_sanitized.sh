@@ -32,4 +32,4 @@ print("testing", module.__file__)
 import pytest
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]]))
 ' "$work" -c "$root/pyproject.toml" --rootdir "$root" \
-    "$root/tests/test_native.py" "$root/tests/test_native_attention.py" "$@"
+    "$root/tests/test_native.py" "$root/tests/test_native_rounded.py" "$root/tests/test_native_attention.py" "$@"

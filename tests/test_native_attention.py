@@ -11,7 +11,7 @@ from moebatch.native.extension import variants
 from moebatch.native.kernels import Context, load_kernels
 
 BLOCK = 16
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 EXAMPLES = int(os.environ.get("MOEBATCH_FUZZ_EXAMPLES", "25"))
 
 pytestmark = pytest.mark.skipif(not variants(), reason="installed without native kernels")
@@ -30,11 +30,12 @@ class Cache:
 
     def __init__(self, lengths, *, groups, head_dim, dtype, seed=0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.groups, self.lengths = groups, lengths
+        self.groups, self.lengths, self.scales = groups, lengths, None
         counts = [-(-n // BLOCK) for n in lengths]
         order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
         shape = (len(order) * groups, BLOCK, head_dim)
-        self.pools = [torch.full(shape, 1e4).to(dtype) for _ in range(2)]
+        whole = dtype == torch.int8
+        self.pools = [torch.full(shape, 127 if whole else 1e4).to(dtype) for _ in range(2)]
         self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         self.rows = []  # per sequence: keys and values [C, G, d] in float64
         for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -42,12 +43,27 @@ class Cache:
             self.tables[s, :count] = torch.tensor(blocks)
             both = []
             for pool in self.pools:
-                values = torch.randn(length, groups, head_dim, generator=generator).to(dtype)
+                values = torch.randn(length, groups, head_dim, generator=generator)
+                values = (values * 40).clamp(-127, 127).round() if whole else values
+                values = values.to(dtype)
                 for t in range(length):
                     first = blocks[t // BLOCK] * groups
                     pool[first : first + groups, t % BLOCK] = values[t]
                 both.append(values.double())
             self.rows.append(both)
+        if dtype == torch.int8:
+            self._scale(generator)
+
+    def _scale(self, generator) -> None:
+        """Scales of each token and head; those that no token has written are not numbers."""
+        self.scales = tuple(torch.full(pool.shape[:2], float("nan")) for pool in self.pools)
+        for s, length in enumerate(self.lengths):
+            for k, scales in enumerate(self.scales):
+                values = torch.rand(length, self.groups, generator=generator) * 0.02 + 1e-3
+                for t in range(length):
+                    first = int(self.tables[s, t // BLOCK]) * self.groups
+                    scales[first : first + self.groups, t % BLOCK] = values[t]
+                self.rows[s][k] = self.rows[s][k] * values[:, :, None].double()
 
     def context(self, pairs) -> Context:
         """Of rows given as (sequence, tokens seen)."""
@@ -106,7 +122,7 @@ def test_attention_equals_float64(
     q = queries(len(pairs), groups * share, head_dim, seed=1)
     sink = queries(1, groups * share, 1, seed=2).flatten() if sinks else None
     actual = kernels_of(variant).attend(
-        q, *cache.pools, cache.context(pairs), window=window, sinks=sink
+        q, *cache.pools, cache.context(pairs), window=window, sinks=sink, scales=cache.scales
     )
     assert_close(actual, cache.expected(q, pairs, window=window, sinks=sink))
 
@@ -119,13 +135,13 @@ def test_long_contexts(variant, dtype, head_dim) -> None:
     cache = Cache([2100, 5], groups=1, head_dim=head_dim, dtype=dtype)
     pairs = [(0, 2100), (1, 3), (1, 4), (1, 5)]
     q = queries(4, 4, head_dim, seed=1) * 6
-    actual = kernels_of(variant).attend(q, *cache.pools, cache.context(pairs))
+    actual = kernels_of(variant).attend(q, *cache.pools, cache.context(pairs), scales=cache.scales)
     # an error of a score, some 24 in size, is an error of its weight as a share of it
     assert_close(actual, cache.expected(q, pairs), tolerance=5e-5)
 
 
 @every_variant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_row_does_not_depend_on_its_company(variant, dtype, window) -> None:
     """Bit for bit: alone as in decode, in any run of a prompt, with 1 to 3 threads."""
@@ -138,13 +154,19 @@ def test_a_row_does_not_depend_on_its_company(variant, dtype, window) -> None:
     together = None
     for threads in (1, 2, 3):
         kernels = kernels_of(variant, threads)
-        out = kernels.attend(q, *cache.pools, cache.context(pairs), window=window)
+        out = kernels.attend(
+            q, *cache.pools, cache.context(pairs), window=window, scales=cache.scales
+        )
         together = out if together is None else together
         assert torch.equal(together, out)
         for some in ([0], [150], [151], [400], list(range(140, 147)), list(range(3, 400, 50)),
                      list(range(60, 150))):  # fmt: skip
             part = kernels.attend(
-                q[some], *cache.pools, cache.context([pairs[k] for k in some]), window=window
+                q[some],
+                *cache.pools,
+                cache.context([pairs[k] for k in some]),
+                window=window,
+                scales=cache.scales,
             )
             assert torch.equal(together[some], part)
 

@@ -1,4 +1,4 @@
-"""The engine on the native kernels: bit-equal logits whatever the passes, int8 weights, no kernels."""
+"""The engine on the native kernels: bit-equal logits in any passes, rounded weights, no kernels."""
 
 import random
 from dataclasses import replace
@@ -34,7 +34,7 @@ def bf16_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_logits_are_bit_equal_in_any_passes(compute, quantization, bf16_model) -> None:
     """Prompts whole, in pieces or token by token as in decode; streamed or resident; alone."""
     path, prompts = bf16_model[1], prompts_of(1, [40, 3, 17, 33])
@@ -54,30 +54,37 @@ def test_logits_are_bit_equal_in_any_passes(compute, quantization, bf16_model) -
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
-def test_int8_logits_are_near_those_of_the_weights(compute, bf16_model) -> None:
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.04), ("int4", 0.7)])
+def test_rounded_logits_are_near_those_of_the_weights(
+    compute, quantization, most, bf16_model
+) -> None:
     path, prompts = bf16_model[1], prompts_of(2, [30, 9])
     exact = torch.cat(logits_everywhere(path, prompts, POLICY, chunk=64))
     rounded = torch.cat(
-        logits_everywhere(path, prompts, POLICY, chunk=64, compute=compute, quantization="int8")
+        logits_everywhere(
+            path, prompts, POLICY, chunk=64, compute=compute, quantization=quantization
+        )
     )
     errors = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
-    # Each product loses some tenths of a percent; a token that changes its experts loses more.
-    assert 1e-4 < errors.median() < 0.03
+    # Each product loses about a percent in 8 bits and ten in 4, and this model's weights are noise; a
+    # token that changes its experts loses more.
+    assert most / 100 < errors.median() < most
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("resident", [0.0, 0.6])
-def test_int8_text_is_the_same_under_any_policy(resident, bf16_model) -> None:
+def test_rounded_text_is_the_same_under_any_policy(resident, quantization, bf16_model) -> None:
     work = [request(i, p, max_tokens=6) for i, p in enumerate(prompts_of(3, [5, 20, 1, 33]))]
-    expected = tokens(run(bf16_model[1], work, quantization="int8"))
+    expected = tokens(run(bf16_model[1], work, quantization=quantization))
     alone = {"batch_size": 1, "micro_batch_size": 1, "weights_resident": resident}
-    assert expected == tokens(run(bf16_model[1], work, quantization="int8", **alone))
+    assert expected == tokens(run(bf16_model[1], work, quantization=quantization, **alone))
 
 
 def test_quantising_what_cannot_be() -> None:
     weight = torch.ones(16, 16)
     weight[3, 4] = float("inf")
     with pytest.raises(ModelError, match="not finite"):
-        quantize(weight, "float32", load_kernels(1))
+        quantize(weight, "float32", load_kernels(1), "int4")
 
 
 def test_without_kernels(monkeypatch) -> None:

@@ -53,7 +53,8 @@ def test_a_plan_with_a_cache_keeps_to_its_budget(spec, workload, fixed, memory) 
         return
     assert plan.policy.regime == "cache"
     assert plan.memory.total <= memory
-    assert memory_of(spec, plan.policy, base_bytes=BASE, workload=workload) == plan.memory
+    need = memory_of(spec, plan.policy, base_bytes=BASE, workload=workload, native=MACHINE.native)
+    assert need == plan.memory
     assert 0 <= plan.policy.expert_slots <= spec.num_expert_pages
     richer = cache_plan(replace(asked, memory_bytes=memory + 4 * expert_page_bytes(spec),
                                 fixed=replace(fixed, batch_size=plan.policy.batch_size)))  # fmt: skip

@@ -12,7 +12,20 @@ from typing import Any
 import typer
 
 from moebatch import __version__
-from moebatch.cli import convert, doctor, merge, models, plan, replay, retry, run, status, validate
+from moebatch.cli import (
+    convert,
+    doctor,
+    merge,
+    models,
+    plan,
+    replay,
+    report,
+    retry,
+    run,
+    status,
+    validate,
+)
+from moebatch.cli.bench.command import bench
 from moebatch.errors import MoebatchError, OutputClosed
 
 EXIT_CODES = """Exit codes: 0 all rows answered, 1 internal or write error, 2 usage, 3 some rows
@@ -29,6 +42,10 @@ app = typer.Typer(
 )
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.command("plan", epilog=EXIT_CODES)(plan.plan)
+app.command(
+    "bench", epilog="Exit codes: 0 measured, 1 moebatch failed in a setting, and as of run."
+)(bench)
+app.command("report", epilog="Exit codes: 0 shown, 6 no report, 7 not found.")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 app.command("replay", epilog="Exit codes: 0 compared, 2 usage, 6 no routing trace.")(replay.replay)

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -107,8 +107,8 @@ class Job:
                 progress=lambda rows: view.note(f"checking · {rows:,} rows"),
             )
             job = replace(self, model=with_actual_dtype(self.model, checkpoint))
-            with stop.deferred():
-                return job._execute(checkpoint, view, stop, dataset.rows(survey),
+            with stop.deferred(), closing(dataset.rows(survey)) as rows:
+                return job._execute(checkpoint, view, stop, rows,
                                     out.rows_file(survey, self.rows.shard))  # fmt: skip
 
     def _execute(self, checkpoint: Checkpoint, view: View, stop: Stop,
@@ -202,18 +202,12 @@ class Job:
         share: float, stats: "EngineStats | None",
     ) -> None:  # fmt: skip
         """One engine, from its plan to its end; it may use `share` of the accelerator's memory."""
-        from moebatch.runtime import arithmetic, host
+        from moebatch.runtime import host
         from moebatch.runtime.engine import Engine
 
         device = open_accelerator(self.accelerator)
-        how = arithmetic.prepare(
-            dtype=self.resources.dtype, quantization=self.resources.quantization,
-            weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
-            threads=self.resources.cpu_threads or host.num_cores(),
-        )  # fmt: skip
-        budget = self.resources.memory_bytes
-        if budget is None:
-            budget = host.default_budget_bytes()
+        how = self._arithmetic(accelerator=device is not None)
+        budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
         if device is not None:
             refuse_on_device(self.resources.regime)
@@ -259,6 +253,16 @@ class Job:
                 done.computed = Computed.of(engine, plan=plan, budget=budget, how=how)
                 done.traced = engine.traced
                 routing.learn(engine.expert_tokens)
+
+    def _arithmetic(self, *, accelerator: bool) -> "Arithmetic":
+        """What the host computes with; starts its threads."""
+        from moebatch.runtime import arithmetic, host
+
+        return arithmetic.prepare(
+            dtype=self.resources.dtype, quantization=self.resources.quantization,
+            weight_dtype=self.model.spec.weight_dtype, accelerator=accelerator,
+            threads=self.resources.cpu_threads or host.num_cores(),
+        )  # fmt: skip
 
     def _text(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """What an engine needs to know of text."""

@@ -272,8 +272,8 @@ RoutingTrace = Annotated[
 ]  # fmt: skip
 Quantization = Annotated[
     str,
-    typer.Option(help="none, or int8: experts and projections are rounded to 8 bits as they are"
-                 " loaded.", rich_help_panel=_RESOURCES),
+    typer.Option(help="none, int8 or int4: experts and projections are rounded to 8 or 4 bits"
+                 " as they are loaded.", rich_help_panel=_RESOURCES),
 ]  # fmt: skip
 KvCacheDtype = Annotated[
     str,
@@ -362,7 +362,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "on_duplicate": ("refuse", "row-error"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": ("none", "int8"),
+    "quantization": ("none", "int8", "int4"),
     "attention": ("auto", "cpu", "gpu"),
     "ffn": ("auto", "cpu", "gpu"),
     "policy_space": ("full", "paper"),

@@ -3,15 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moebatch.cli import options as opt
 from moebatch.errors import UsageError
-from moebatch.plan.eviction import EVICTIONS
-from moebatch.plan.replay import BELADY, ReplayResult, compare
-from moebatch.plan.routing_trace import TraceHeader, read_trace
+
+if TYPE_CHECKING:
+    from moebatch.plan.replay import ReplayResult
+    from moebatch.plan.routing_trace import TraceHeader
 
 Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="What --routing-trace recorded.")]
 Sizes = Annotated[
@@ -22,6 +23,9 @@ _DEFAULT = "10%,25%,50%,75%"
 
 def replay(trace: Trace, expert_cache: Sizes = _DEFAULT, as_json: opt.JsonFacts = False) -> None:
     """Print the hit rate of every eviction policy and cache size on one recorded routing."""
+    from moebatch.plan.replay import compare
+    from moebatch.plan.routing_trace import read_trace
+
     header, records = read_trace(trace)
     visits = [record.visit for record in records]
     if not visits:
@@ -56,13 +60,16 @@ def _capacities(text: str, experts: int) -> list[int]:
     return sorted(set(found))
 
 
-def _values(result: ReplayResult) -> dict[str, Any]:
+def _values(result: "ReplayResult") -> dict[str, Any]:
     return {**asdict(result), "hit_rate": result.hit_rate}
 
 
-def _show(header: TraceHeader, visits: int, layers: int, results: list[ReplayResult]) -> None:
+def _show(header: "TraceHeader", visits: int, layers: int, results: list["ReplayResult"]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from moebatch.plan.eviction import EVICTIONS
+    from moebatch.plan.replay import BELADY
 
     names = (*EVICTIONS, BELADY)
     table = Table(

@@ -11,7 +11,7 @@ import stat
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
@@ -98,8 +98,10 @@ class Dataset:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def rows(self, survey: Survey | None = None) -> Iterator[RawRow | RowError]:
+    def rows(self, survey: Survey | None = None) -> Generator[RawRow | RowError, None, None]:
         """The rows of the shard; those that a survey found to repeat an id are row errors.
+
+        Who does not read to the end closes it: a file is open meanwhile.
 
         Raises: InputNotFound, InputError.
         """

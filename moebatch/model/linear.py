@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moebatch.errors import ModelError
-from moebatch.native.kernels import Kernels
+from moebatch.native.kernels import INT4, INT8, Kernels
 
 ComputeType = Literal["float32", "bfloat16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
+_ROUNDINGS = {"int8": INT8, "int4": INT4}
 _FP16_MAX = 65504.0
 # Rows are upcast in tiles that stay in the L2 cache (1 MiB of float32 a core, two cores).
 _TILE_ELEMENTS = 1 << 19
@@ -135,20 +135,19 @@ class NativeLinear:
     """A weight in the native kernels' panels: float32 sums; a bit-for-bit constant per token.
 
     With `round_x`, x is rounded to bf16 where the weight is bf16, and to 8 bits where the weight is
-    and the processor multiplies such numbers; the result stays float32.
+    of whole numbers and the processor multiplies such; the result stays float32.
     """
 
     dtype = torch.float32
 
     def __init__(self, weight: Tensor, kernels: Kernels, *, round_x: bool,
-                 how: Literal["copy", "in place", "int8"] = "copy") -> None:  # fmt: skip
+                 how: Literal["copy", "in place", "int8", "int4"] = "copy") -> None:  # fmt: skip
         """`weight` [O, I]; "in place" turns its own memory into panels where its shape allows it."""
-        pack_weight = {
-            "copy": kernels.pack,
-            "in place": kernels.pack_in_place,
-            "int8": kernels.pack_int8,
-        }[how]
-        self.kernels, self.packed, self.round_x = kernels, pack_weight(weight), round_x
+        if how in _ROUNDINGS:
+            packed = kernels.pack_rounded(weight, _ROUNDINGS[how])
+        else:
+            packed = (kernels.pack if how == "copy" else kernels.pack_in_place)(weight)
+        self.kernels, self.packed, self.round_x = kernels, packed, round_x
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O] float32."""
@@ -185,17 +184,13 @@ def pack(weight: Tensor, compute: ComputeType = "float32",
     return PackedLinear(weight) if PackedLinear.can_pack(weight) else TensorLinear(weight.clone())
 
 
-def quantize(weight: Tensor, compute: ComputeType, kernels: Kernels) -> Linear:
-    """The weight rounded to 8 bits, each output on a scale of its own; a copy.
+def quantize(weight: Tensor, compute: ComputeType, kernels: Kernels,
+             how: Literal["int8", "int4"]) -> Linear:  # fmt: skip
+    """The weight rounded to 8 or 4 bits, a few inputs of an output on a scale of their own; a copy.
 
     Raises: ModelError for weights that are not finite: they have no scale.
     """
-    if not bool(weight.isfinite().all()):
-        raise ModelError(
-            "the model has weights that are not finite, which cannot be quantised",
-            hint="leave --quantization away, or repair the checkpoint",
-        )
-    return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how="int8")
+    return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how=how)
 
 
 def in_place(weight: Tensor, compute: ComputeType = "float32",

@@ -14,23 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moebatch.errors import UsageError
+from moebatch.errors import ModelError, UsageError
 from moebatch.native.extension import OFF, SIMD_VARIABLE, extension, variants
+from moebatch.native.rounding import PANEL, Rounding, restored
 
 _HUGE_PAGE = 2 << 20
 _ALIGN = 64
 CHUNK_TOKENS = 256  # of context, from its start on, that one softmax covers before results merge
 MAX_SHARED_QUERIES = 64  # query heads of a key/value head
-_PANEL = 16  # outputs of a matrix are padded to whole panels of so many
+INT8 = Rounding(bits=8, group=128)
+# 4.375 bits a weight; as good as groups of 32 without zero points (4.5 bits), and faster.
+INT4 = Rounding(bits=4, group=64, zeros=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A weight [O, I] in the kernels' layout; `buffer` owns the bytes that `matrix` points to."""
+    """A weight [O, I] in the kernels' layout; `buffer` owns the bytes that `matrix` points to.
+
+    `kind` is its type, or how it was rounded.
+    """
 
     buffer: Tensor
     matrix: Any
-    dtype: torch.dtype
+    kind: torch.dtype | Rounding
     outputs: int
     inputs: int
 
@@ -104,10 +110,10 @@ class Kernels:
             torch.float32: kinds.f32,
             torch.bfloat16: kinds.bf16,
             torch.float16: kinds.f16,
-            torch.int8: kinds.i8,
         }
+        self._whole = {4: kinds.i4, 8: kinds.i8}
 
-    panel_outputs = _PANEL
+    panel_outputs = PANEL
 
     @property
     def variant(self) -> str:
@@ -117,8 +123,8 @@ class Kernels:
 
     @property
     def rounds_x_to_int8(self) -> bool:
-        """Whether `round_x` with an int8 weight rounds x to 8 bits too."""
-        return self.variant == "avx512bf16"
+        """Whether `round_x` with a weight of whole numbers rounds x to 8 bits too."""
+        return self.variant != "portable"
 
     @property
     def threads(self) -> int:
@@ -126,9 +132,16 @@ class Kernels:
         count: int = self._runner.threads
         return count
 
-    def packed_bytes(self, dtype: torch.dtype, outputs: int, inputs: int) -> int:
+    def _matrix(self, address: int, kind: torch.dtype | Rounding, outputs: int, inputs: int) -> Any:
+        if isinstance(kind, Rounding):
+            return self._module.Matrix(
+                address, self._whole[kind.bits], outputs, inputs, kind.group, kind.zeros
+            )
+        return self._module.Matrix(address, self._types[kind], outputs, inputs)
+
+    def packed_bytes(self, kind: torch.dtype | Rounding, outputs: int, inputs: int) -> int:
         """Bytes that a weight [O, I] takes once it is packed."""
-        size: int = self._module.packed_bytes(self._types[dtype], outputs, inputs)
+        size: int = self._matrix(0, kind, outputs, inputs).bytes
         return size
 
     def pack(self, weight: Tensor) -> Packed:
@@ -136,73 +149,79 @@ class Kernels:
         size = self.packed_bytes(weight.dtype, *weight.shape)
         return self._pack(weight, _huge_buffer(size, self._module))
 
-    def pack_int8(self, weight: Tensor) -> Packed:
-        """Round a finite weight [O, I] to 8 bits, each output on its own scale; a copy.
+    def pack_rounded(self, weight: Tensor, rounding: Rounding) -> Packed:
+        """Round a weight [O, I] to whole numbers, some rows at a time; runs on the caller's thread.
 
-        With `round_x` and where the processor has VNNI, each row of x is rounded to 8 bits as well;
-        elsewhere the whole numbers are widened, and x stays as it is.
+        With `round_x`, x is rounded to 8 bits as well where the processor gains by it, each row in
+        the same groups; elsewhere the whole numbers are widened, and x stays as it is.
+        Raises: ModelError for weights that are not finite, or too large for a scale in float16.
         """
         outputs, inputs = weight.shape
-        buffer = _huge_buffer(self.packed_bytes(torch.int8, outputs, inputs), self._module)
-        weight = weight.float().contiguous()
-        self._runner.pack_i8(
-            weights=weight.data_ptr(), outputs=outputs, inputs=inputs, packed=buffer.data_ptr()
-        )
-        matrix = self._module.Matrix(buffer.data_ptr(), self._types[torch.int8], outputs, inputs)
-        return Packed(
-            buffer=buffer, matrix=matrix, dtype=torch.int8, outputs=outputs, inputs=inputs
-        )
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        buffer = _huge_buffer(self.packed_bytes(rounding, outputs, inputs), self._module)
+        matrix = self._matrix(buffer.data_ptr(), rounding, outputs, inputs)
+        if not self._runner.pack_rounded(
+            weights=weight.data_ptr(),
+            type=self._types[weight.dtype],
+            stride=weight.stride(0),
+            to=matrix,
+        ):
+            raise ModelError(
+                "the model has weights that are not finite or beyond 65504, which cannot be rounded",
+                hint="leave --quantization away, or repair the checkpoint",
+            )
+        return Packed(buffer=buffer, matrix=matrix, kind=rounding, outputs=outputs, inputs=inputs)
+
+    def restored(self, packed: Packed) -> Tensor:
+        """The weights [O, I] in float32 that a rounded weight stands for."""
+        assert isinstance(packed.kind, Rounding)
+        panels = packed.buffer.view(torch.uint8).flatten()
+        return restored(panels, packed.kind, packed.outputs, packed.inputs)
 
     def pack_in_place(self, weight: Tensor) -> Packed:
         """The same in the weight's own memory where its shape allows it, which then has no rows."""
         outputs, inputs = weight.shape
-        if not weight.is_contiguous() or outputs % _PANEL or inputs % 2:
+        if not weight.is_contiguous() or outputs % PANEL or inputs % 2:
             return self.pack(weight)
         return self._pack(weight, weight)
 
     def _pack(self, weight: Tensor, buffer: Tensor) -> Packed:
         outputs, inputs = weight.shape
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        kind = self._types[weight.dtype]
         self._runner.pack(
             weights=weight.data_ptr(),
-            type=kind,
+            type=self._types[weight.dtype],
             outputs=outputs,
             inputs=inputs,
             stride=weight.stride(0),
             packed=buffer.data_ptr(),
         )
+        matrix = self._matrix(buffer.data_ptr(), weight.dtype, outputs, inputs)
         return Packed(
-            buffer=buffer,
-            matrix=self._module.Matrix(buffer.data_ptr(), kind, outputs, inputs),
-            dtype=weight.dtype,
-            outputs=outputs,
-            inputs=inputs,
+            buffer=buffer, matrix=matrix, kind=weight.dtype, outputs=outputs, inputs=inputs
         )
 
     def rows(self, packed: Packed, first: int, last: int) -> Packed:
         """Outputs [first, last) of a packed weight, without a copy; `first` starts a panel."""
-        assert first % _PANEL == 0, first
-        skip = self.packed_bytes(packed.dtype, first, packed.inputs)
-        kind = self._types[packed.dtype]
-        matrix = self._module.Matrix(
-            packed.buffer.data_ptr() + skip, kind, last - first, packed.inputs
-        )
+        assert first % PANEL == 0, first
+        skip = self.packed_bytes(packed.kind, first, packed.inputs)
+        address, count = packed.buffer.data_ptr() + skip, last - first
         return Packed(
             buffer=packed.buffer,
-            matrix=matrix,
-            dtype=packed.dtype,
-            outputs=last - first,
+            matrix=self._matrix(address, packed.kind, count, packed.inputs),
+            kind=packed.kind,
+            outputs=count,
             inputs=packed.inputs,
         )
 
     def unpack_rows(self, packed: Packed, rows: Tensor) -> Tensor:
         """Some rows of a packed weight as they were: rows [T] int64 -> [T, I] in its type."""
-        step = 2 if packed.dtype == torch.bfloat16 else 1  # inputs side by side in a panel
+        assert isinstance(packed.kind, torch.dtype)
+        step = 2 if packed.kind == torch.bfloat16 else 1  # inputs side by side in a panel
         steps = -(-packed.inputs // step)
-        panels = packed.buffer.view(torch.uint8).flatten().view(packed.dtype)
-        panels = panels.view(-1, steps, _PANEL, step)
-        found = panels[rows // _PANEL, :, rows % _PANEL]
+        panels = packed.buffer.view(torch.uint8).flatten().view(packed.kind)
+        panels = panels.view(-1, steps, PANEL, step)
+        found = panels[rows // PANEL, :, rows % PANEL]
         return found.reshape(rows.numel(), steps * step)[:, : packed.inputs]
 
     def matmul(self, x: Tensor, weight: Packed, *, bias: Tensor | None = None,
@@ -267,23 +286,29 @@ class Kernels:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, context: Context, *,
                window: int | None = None, scale: float | None = None,
-               sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+               sinks: Tensor | None = None,
+               scales: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
         """Softmax attention of each row: q [R, H, d] float32 -> [R, H, d].
 
         `keys` and `values` are the pools of one layer, [blocks * G, 16, d], heads of a block side by
-        side. A row sees the last `window` tokens of its context, or all; `scale` of the scores is
+        side; in int8 they have `scales` in float32, [blocks * G, 16] each, by which whole numbers are
+        multiplied. A row sees the last `window` tokens of its context, or all; `scale` of the scores is
         1/sqrt(d) unless given; `sinks` [H] are scores of their own that take weight and give nothing.
         """
         rows, heads, head_dim = q.shape
         assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == values.dtype
         assert context.tables.dtype == torch.int32 and context.tables.is_contiguous()
+        assert (scales is not None) == (keys.dtype == torch.int8)
+        assert all(s.dtype == torch.float32 and s.is_contiguous() for s in scales or ())
         groups = context.num_kv_heads
         q = q.float().contiguous()
         out = torch.empty_like(q)
         self._runner.attend(
-            type=self._types[keys.dtype],
+            type=self._module.DType.i8 if scales else self._types[keys.dtype],
             keys=keys.data_ptr(),
             values=values.data_ptr(),
+            key_scales=scales[0].data_ptr() if scales else 0,
+            value_scales=scales[1].data_ptr() if scales else 0,
             heads=heads,
             groups=groups,
             head_dim=head_dim,
@@ -320,7 +345,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _whole_panels(bias: Tensor) -> Tensor:
-    padded = torch.zeros(-(-bias.numel() // _PANEL) * _PANEL)
+    padded = torch.zeros(-(-bias.numel() // PANEL) * PANEL)
     padded[: bias.numel()] = bias
     return padded
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moebatch.errors import UsageError
+from moebatch.plan.definitions import definition
 
 Lengths = tuple[tuple[int, int], ...]
 
@@ -53,26 +53,16 @@ class WorkloadSpec:
         return self.mean_prompt + self.mean_gen / 2
 
 
-# Prompt lengths (mean, longest) of the paper's table 3 and what it generates by default.
-_NAMED = {
-    "mtbench": (77, 418, 128),
-    "helm-synthetic": (242, 256, 50),
-    "helm-summarization": (1693, 1984, 64),
-}
-
-
 def named_workload(name: str, *, gen_len: int | None = None) -> WorkloadSpec:
-    """A workload of MoE-Lightning's table 3, as long as one likes.
+    """A workload of MoE-Lightning's table 3, as long as one likes: the paper's mean and maximum.
 
     Raises: UsageError for an unknown name.
     """
-    if name not in _NAMED:
-        raise UsageError(f"no workload is called {name}", hint="known: " + ", ".join(_NAMED))
-    mean, longest, gen = _NAMED[name]
+    known = definition(name)
     return WorkloadSpec(
-        mean_prompt=float(mean),
-        max_prompt=longest,
-        mean_gen=float(gen_len or gen),
-        max_gen=gen_len or gen,
+        mean_prompt=float(known.paper_mean),
+        max_prompt=known.paper_max,
+        mean_gen=float(gen_len or known.gen_len),
+        max_gen=gen_len or known.gen_len,
         num_sequences=None,
     )

@@ -72,7 +72,7 @@ def quantization_type(asked: str, kernels: Kernels | None) -> Quantization:
             f"--quantization {asked} needs the native kernels, which are not there",
             hint="install a C++ compiler and moebatch once more, and unset MOEBATCH_SIMD",
         )
-    return "int8"
+    return "int4" if asked == "int4" else "int8"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ ascending order of experts wherever they were computed, so the text does not dep
 Shapes: T tokens, D hidden_size, E experts, K top_k, R routed rows.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,14 +99,25 @@ class HybridExperts:
         results = self._scratch.on_device("results", shape, torch.float32)
         job = self._start_host(visit, normed) if split.host else None
         self._offer(layer, hidden, rows, split)
-        for expert in split.device:
-            slot = self._slots.wait_for((layer, expert))
-            held = self._store.on_device(slot, (layer, expert))
-            write_expert(results, normed, rows, held)
+        self._compute_on_device(visit, normed, results)
         if job is not None:
             self._take(job, visit, results)
         add_routed(hidden, results, rows)
         self._device.spoil(results)
+
+    def _compute_on_device(self, visit: _Visit, normed: Tensor, results: Tensor) -> None:
+        """The accelerator's share, each expert as soon as it is there."""
+        seconds = 0.0
+        for expert in visit.split.device:
+            which = (visit.layer, expert)
+            held = self._store.on_device(self._slots.wait_for(which), which)
+            start = time.perf_counter()
+            write_expert(results, normed, visit.rows, held)
+            seconds += time.perf_counter() - start
+        if self._device.emulated:  # a real one has not computed yet, and is nobody else's
+            factor = self._correction(visit, visit.split.device, seconds, self.costs.device_s)
+            self.costs = replace(self.costs, device_expert_s=self.costs.device_expert_s * factor,
+                                 device_token_s=self.costs.device_token_s * factor)  # fmt: skip
 
     def pass_ends(self) -> list[Span]:
         """After a pass: what host and link did in it."""
@@ -195,22 +207,24 @@ class HybridExperts:
     def _take(self, job: "Future[Tensor]", visit: _Visit, results: Tensor) -> None:
         """Wait for the host's results and copy them to their rows on the device."""
         host = job.result()
-        self._correct_host(visit.split, visit.rows)
+        factor = self._correction(visit, visit.split.host, self._host_s, self.costs.host_s)
+        self.costs = replace(self.costs, host_expert_s=self.costs.host_expert_s * factor,
+                             host_token_s=self.costs.host_token_s * factor)  # fmt: skip
         starts = visit.rows.starts
         for first, last in _runs(sorted(visit.split.host)):
             part = slice(starts[first], starts[last + 1])
             self._device.copy_in(results[part], host[part])
 
-    def _correct_host(self, split: Split, rows: ExpertRows) -> None:
-        """What experts take the host in the run, beside all else, replaces what they took alone."""
-        counts = _counts(rows)
-        predicted = sum(self.costs.host_s(counts[e]) for e in split.host)
+    @staticmethod
+    def _correction(visit: _Visit, experts: Sequence[int], seconds: float,
+                    cost_s: Callable[[int], float]) -> float:  # fmt: skip
+        """What experts take in the run, beside all else, replaces bit by bit what they took alone."""
+        counts = _counts(visit.rows)
+        predicted = sum(cost_s(counts[e]) for e in experts)
         if predicted <= 0.0:
-            return
-        ratio = min(_MOST_CORRECTED, max(1 / _MOST_CORRECTED, self._host_s / predicted))
-        factor = 1.0 + _CORRECTION * (ratio - 1.0)
-        self.costs = replace(self.costs, host_expert_s=self.costs.host_expert_s * factor,
-                             host_token_s=self.costs.host_token_s * factor)  # fmt: skip
+            return 1.0
+        ratio = min(_MOST_CORRECTED, max(1 / _MOST_CORRECTED, seconds / predicted))
+        return 1.0 + _CORRECTION * (ratio - 1.0)
 
     def _offer(self, layer: int, hidden: Tensor, rows: ExpertRows, split: Split) -> None:
         """Give the link what to do when nothing waits for it."""

@@ -198,8 +198,8 @@ class WeightStore:
 
     def _keep(self, name: str, tensor: Tensor) -> Linear | Tensor:
         """The form in which a part stays in memory: a copy, since the buffer is used again."""
-        if name in MATRICES and self._quantization == "int8" and self._kernels is not None:
-            return quantize(tensor, self._compute, self._kernels)
+        if name in MATRICES and self._quantization != "none" and self._kernels is not None:
+            return quantize(tensor, self._compute, self._kernels, self._quantization)
         if name in MATRICES:
             return pack(tensor, self._compute, self._kernels)
         return self._small(name, tensor, copy=True)

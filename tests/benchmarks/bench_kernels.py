@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from moebatch.model.linear import PackedBf16Linear, PackedLinear, has_bf16, has_fbgemm
-from moebatch.native.kernels import Context, Kernels, load_kernels
+from moebatch.native import kernels as native
+from moebatch.native.kernels import INT4, INT8, Context, FfnWeights, Kernels, Packed, load_kernels
+from moebatch.native.rounding import Rounding
 
 HIDDEN, INNER, NUM_EXPERTS = 1024, 3584, 8
 ROUNDS = 4_000_000  # of a register-only loop: some tenths of a second
@@ -49,7 +52,7 @@ def roofs(kernels: Kernels) -> dict[str, float]:
 
 
 def print_row(name: str, cells: dict[str, str]) -> None:
-    print(f"{name:<30}" + "".join(f"{key} {value:<12}" for key, value in cells.items()))
+    print(f"{name:<44}" + "".join(f"{key} {value:<12}" for key, value in cells.items()))
 
 
 def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[dict]:
@@ -58,11 +61,15 @@ def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[di
         torch.randn(2 * INNER, HIDDEN).bfloat16().mul_(0.03) for _ in range(LAYERS * NUM_EXPERTS)
     ]
     downs = [torch.randn(HIDDEN, INNER).bfloat16().mul_(0.02) for _ in weights]
-    experts = []
-    for stacked, down in zip(weights, downs, strict=True):
-        packed = kernels.pack(stacked)
-        gate, up = kernels.rows(packed, 0, INNER), kernels.rows(packed, INNER, 2 * INNER)
-        experts.append(kernels.ffn_weights(gate, up, kernels.pack(down)))
+    experts = {
+        "bf16": [_expert(kernels.pack, kernels, *both) for both in zip(weights, downs, strict=True)]
+    }
+    for name, rounding in (("int8", INT8), ("int4", INT4)):
+
+        def pack(weight: Tensor, how: Rounding = rounding) -> Packed:
+            return kernels.pack_rounded(weight, how)
+
+        experts[name] = [_expert(pack, kernels, *both) for both in zip(weights, downs, strict=True)]
     rival = PackedBf16Linear if has_bf16() else PackedLinear if has_fbgemm() else None
     rivals = []
     if rival:
@@ -78,18 +85,23 @@ def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[di
     return results
 
 
+def _expert(pack: Callable[[Tensor], Packed], kernels: Kernels, stacked: Tensor,
+            down: Tensor) -> FfnWeights:  # fmt: skip
+    packed = pack(stacked)
+    gate, up = kernels.rows(packed, 0, INNER), kernels.rows(packed, INNER, 2 * INNER)
+    return kernels.ffn_weights(gate, up, pack(down))
+
+
 def _ffn_row(kernels, roof, repeats, name, counts, experts, rivals) -> dict:
     total = sum(counts)
     starts = [sum(counts[:e]) for e in range(NUM_EXPERTS + 1)]
     tokens, scale = torch.arange(total), torch.rand(total, 1)
     x, out = torch.randn(total, HIDDEN), torch.zeros(total, HIDDEN)
 
-    def layer(k: int) -> list:
-        return experts[k * NUM_EXPERTS : (k + 1) * NUM_EXPERTS]
-
-    def ours(round_x: bool) -> None:
+    def ours(kind: str, round_x: bool) -> None:
         for k in range(LAYERS):
-            kernels.add_ffn(out, x, layer(k), starts=starts, tokens=tokens, weights=scale,
+            layer = experts[kind][k * NUM_EXPERTS : (k + 1) * NUM_EXPERTS]
+            kernels.add_ffn(out, x, layer, starts=starts, tokens=tokens, weights=scale,
                             round_x=round_x)  # fmt: skip
 
     def torch_way() -> None:
@@ -100,7 +112,12 @@ def _ffn_row(kernels, roof, repeats, name, counts, experts, rivals) -> dict:
             h = torch.nn.functional.silu(both[:, :INNER]) * both[:, INNER:]
             out.index_add_(0, rows, down(h) * scale[part])
 
-    arms: dict[str, Callable[[], object]] = {"dot": lambda: ours(True), "fma": lambda: ours(False)}
+    arms: dict[str, Callable[[], object]] = {
+        "dot": lambda: ours("bf16", True),
+        "fma": lambda: ours("bf16", False),
+        "int8": lambda: ours("int8", True),
+        "int4": lambda: ours("int4", True),
+    }
     if kernels.variant != "avx512bf16":
         del arms["dot"]
     if rivals:
@@ -122,6 +139,11 @@ def _ffn_row(kernels, roof, repeats, name, counts, experts, rivals) -> dict:
         cells["of roof"] = f"{rate / attainable:.0%}"
         print_row(f"ffn {name} tokens/expert", cells)
         cells = {}
+    bf16 = min(found[arm] for arm in ("dot", "fma") if arm in found)
+    for arm in ("int8", "int4"):
+        row |= {arm: flops / found[arm], f"{arm}_over_bf16": bf16 / found[arm]}
+        print_row("", {f"{arm} GFLOP/s": f"{row[arm] / 1e9:.0f}",
+                       "over bf16": f"{row[f'{arm}_over_bf16']:.2f}"})  # fmt: skip
     if rivals:
         row["torch"] = flops / found["torch"]
         best = min(found[arm] for arm in ("dot", "fma") if arm in found)
@@ -132,36 +154,53 @@ def _ffn_row(kernels, roof, repeats, name, counts, experts, rivals) -> dict:
 
 
 def bench_decode(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[dict]:
-    """One query a row, grouped heads, bf16 cache in shuffled blocks; many rows and few."""
-    results = []
-    for heads, groups, head_dim in ((32, 8, 128), (16, 4, 64)):
-        for context, rows in ((512, 64), (4096, 8), (4096, 1)):
-            per_row = 2 * 2 * context * groups * head_dim
-            copies = max(1, -(-(200 << 20) // (rows * per_row)))  # beyond the caches
-            count = copies * rows * (context // 16)
-            pools = [torch.randn(count * groups, 16, head_dim).bfloat16() for _ in range(2)]
-            order = torch.randperm(count).to(torch.int32).view(copies, rows, -1)
-            q = torch.randn(rows, heads, head_dim)
-            contexts = [
-                Context(sequences=torch.arange(rows), lengths=torch.full((rows,), context),
-                        tables=order[k].contiguous(), num_kv_heads=groups)
-                for k in range(copies)
-            ]  # fmt: skip
+    """One query a row, grouped heads, a cache in shuffled blocks; many rows and few."""
+    return [
+        _decode_row(kernels, roof, repeats, heads, context, dtype)
+        for heads in ((32, 8, 128), (16, 4, 64))
+        for context in ((512, 64), (4096, 8), (4096, 1))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+    ]
 
-            def ours(q=q, pools=pools, contexts=contexts) -> None:
-                for one in contexts:
-                    kernels.attend(q, *pools, one)
 
-            found = seconds({"ours": ours}, repeats)["ours"]
-            read = copies * rows * per_row / found
-            row = {"heads": heads, "kv_heads": groups, "head_dim": head_dim, "context": context,
-                   "rows": rows, "bytes_per_s": read, "of_read": read / roof["read"]}  # fmt: skip
-            print_row(
-                f"decode {heads}/{groups}x{head_dim} ctx {context} rows {rows}",
-                {"GB/s": f"{read / 1e9:.1f}", "of reading": f"{read / roof['read']:.0%}"},
-            )
-            results.append(row)
-    return results
+def _decode_row(kernels, roof, repeats, heads, context, dtype) -> dict:
+    (num_heads, groups, head_dim), (length, rows) = heads, context
+    per_token = head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0)
+    per_row = 2 * length * groups * per_token
+    copies = max(1, -(-(200 << 20) // (rows * per_row)))  # beyond the caches
+    count = copies * rows * (length // 16)
+    pools = [_pool(count * groups, head_dim, dtype) for _ in range(2)]
+    scales = tuple(torch.rand(count * groups, 16) for _ in pools) if dtype == torch.int8 else None
+    order = torch.randperm(count).to(torch.int32).view(copies, rows, -1)
+    q = torch.randn(rows, num_heads, head_dim)
+    contexts = [
+        Context(sequences=torch.arange(rows), lengths=torch.full((rows,), length),
+                tables=order[k].contiguous(), num_kv_heads=groups)
+        for k in range(copies)
+    ]  # fmt: skip
+
+    def ours() -> None:
+        for one in contexts:
+            kernels.attend(q, *pools, one, scales=scales)
+
+    read = copies * rows * per_row / seconds({"ours": ours}, repeats)["ours"]
+    kind = str(dtype).removeprefix("torch.")
+    print_row(
+        f"decode {num_heads}/{groups}x{head_dim} ctx {length} rows {rows} {kind}",
+        {"GB/s": f"{read / 1e9:.1f}", "of reading": f"{read / roof['read']:.0%}"},
+    )
+    return {"heads": num_heads, "kv_heads": groups, "head_dim": head_dim, "context": length,
+            "rows": rows, "dtype": kind, "bytes_per_s": read,
+            "of_read": read / roof["read"]}  # fmt: skip
+
+
+def _pool(heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of one head each, of any values, on huge pages."""
+    module = native.extension()
+    assert module is not None
+    pool = native._huge_buffer(heads * 16 * head_dim * dtype.itemsize, module)
+    pool = pool.view(dtype).view(heads, 16, head_dim)
+    return pool.random_(-127, 128) if dtype == torch.int8 else pool.normal_()
 
 
 BENCHES = {"ffn": bench_ffn, "decode": bench_decode}

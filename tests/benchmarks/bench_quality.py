@@ -57,15 +57,20 @@ def main() -> None:
     args = parser.parse_args()
     rows = held_out_ids(args.corpus)
     results = {}
-    arms = {"float32": {}, "int8 weights": {"quantization": "int8"}}
+    arms = {
+        "float32": {},
+        "int8 weights": {"quantization": "int8"},
+        "int4 weights": {"quantization": "int4"},
+    }
     if has_bf16():
         arms |= {
             "bf16": {"compute": "bfloat16"},
             "int8 weights and activations": {"compute": "bfloat16", "quantization": "int8"},
+            "int4 weights, 8-bit activations": {"compute": "bfloat16", "quantization": "int4"},
         }
     for name, how in arms.items():
         results[name], count = perplexity(rows, **how)
-        print(f"{name:<30} perplexity {results[name]:.4f} on {len(rows)} stories, {count} tokens")
+        print(f"{name:<32} perplexity {results[name]:.4f} on {len(rows)} stories, {count} tokens")
     print(json.dumps(results))
 
 

@@ -25,13 +25,13 @@ from run_engine import NoText, decode, request
 from moebatch.cli.this_machine import this_machine
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
-from moebatch.native.kernels import load_kernels
 from moebatch.plan.policy import Overrides
 from moebatch.plan.regime import Question, cache_plan, choose_regime
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.runtime import host
-from moebatch.runtime.engine import Engine, compute_type, use_threads
-from moebatch.runtime.probe import file_bandwidth
+from moebatch.runtime.arithmetic import prepare
+from moebatch.runtime.disk_probe import file_bandwidth
+from moebatch.runtime.engine import Engine
 from moebatch.units import parse_bytes
 
 PROMPT = 16
@@ -55,15 +55,16 @@ class Bench:
 
     def __init__(self, path, memory):
         self.model = resolve_model(str(path))
-        self.compute = compute_type("auto", self.model.spec.weight_dtype)
-        self.kernels = load_kernels(use_threads(host.num_cores()))
+        how = prepare(dtype="auto", quantization="none", accelerator=False,
+                      weight_dtype=self.model.spec.weight_dtype, threads=host.num_cores())  # fmt: skip
+        self.compute, self.kernels = how.compute, how.kernels
         largest = max(Path(path).glob("*.safetensors"), key=lambda file: file.stat().st_size)
         machine = this_machine(threads=host.num_cores())
         self.machine = replace(machine, disk_bandwidth=file_bandwidth(largest))
         self.memory, self.base = parse_bytes(memory), host.base_bytes()
         print(
             f"{path}: {memory}, disk {self.machine.disk_bandwidth / 1e9:.2f} GB/s, kernels "
-            f"{self.kernels and self.kernels.variant}, load {Path('/proc/loadavg').read_text()}"
+            f"{how.variant}, load {Path('/proc/loadavg').read_text()}"
         )
 
     def question(self, lengths, **fixed):
@@ -177,23 +178,17 @@ def crossover(bench, args):
         "weights resident)"
     )
     streamed = choose_regime(bench.question(many, batch_size=max(rows), regime="stream")).policy
-    arms = {}
+    arms, layers = {}, [int(part) for part in args.prefetch.split(",")]
     for count in rows:
         requests = requests_of([(PROMPT, args.tokens)] * count, bench.model.spec.vocab_size)
         arms["stream", count] = streamed, requests
-        arms["cache", count] = (
-            replace(
-                streamed,
-                tail_rows=count,
-                expert_slots=max(plan.policy.expert_slots, 1),
-                eviction=plan.policy.eviction,
-            ),
-            requests,
-        )
+        for ahead in layers:
+            arms[f"cache, prefetch {ahead}", count] = replace(
+                streamed, tail_rows=count, expert_slots=max(1, plan.policy.expert_slots),
+                eviction=plan.policy.eviction, prefetch_layers=ahead), requests  # fmt: skip
     found = rounds(bench, arms, args)
-    for count in rows:
-        for regime in ("stream", "cache"):
-            line(f"{regime}, {count} rows", found[regime, count])
+    for (name, count), runs in found.items():
+        line(f"{count} rows, {name}", runs)
 
 
 def tail(bench, args):
@@ -228,6 +223,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--memory", required=True)
     parser.add_argument("--rows", default="1,2,4,8,16,32")
+    parser.add_argument("--prefetch", default="3")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)

@@ -46,20 +46,31 @@ void gather_queries(const Attention& a, const QueryTile& tile, int64_t group, fl
     }
 }
 
+int64_t item_bytes(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
+
+// Block numbers of a chunk of one tile's context.
+int chunk_blocks(const Attention& a, const QueryTile& tile, int64_t index, const int32_t** numbers) {
+    const int64_t start = index * kChunk, longest = a.lengths[tile.first + tile.rows - 1];
+    *numbers = a.tables + a.sequences[tile.first] * a.table_stride + start / kPanel;
+    return static_cast<int>((std::min<int64_t>(kChunk, longest - start) + kPanel - 1) / kPanel);
+}
+
 void fill_chunk(const Attention& a, const QueryTile& tile, int64_t group, int64_t index, Chunk& chunk) {
     const int share = static_cast<int>(a.heads / a.groups);
     const int64_t start = index * kChunk;
-    const int64_t longest = a.lengths[tile.first + tile.rows - 1];
     chunk.type = a.type;
     chunk.head_dim = static_cast<int>(a.head_dim);
     chunk.vectors = tile.rows * share;
-    chunk.blocks = static_cast<int>((std::min<int64_t>(kChunk, longest - start) + kPanel - 1) / kPanel);
-    const int64_t head_bytes = kPanel * a.head_dim * (a.type == DType::f32 ? 4 : 2);
-    const int32_t* table = a.tables + a.sequences[tile.first] * a.table_stride + start / kPanel;
+    const int32_t* numbers;
+    chunk.blocks = chunk_blocks(a, tile, index, &numbers);
+    const int64_t head_bytes = kPanel * a.head_dim * item_bytes(a.type);
     for (int b = 0; b < chunk.blocks; ++b) {
-        const int64_t at = (table[b] * a.groups + group) * head_bytes;
-        chunk.keys[b] = a.keys + at;
-        chunk.values[b] = a.values + at;
+        const int64_t at = numbers[b] * a.groups + group;
+        chunk.keys[b] = a.keys + at * head_bytes;
+        chunk.values[b] = a.values + at * head_bytes;
+        if (a.key_scales == nullptr) continue;
+        chunk.key_scales[b] = a.key_scales + at * kPanel;
+        chunk.value_scales[b] = a.value_scales + at * kPanel;
     }
     for (int r = 0; r < tile.rows; ++r) {
         const int64_t length = a.lengths[tile.first + r];
@@ -94,11 +105,27 @@ void Runner::attend(const Attention& a) {
     float* parts = split ? reinterpret_cast<float*>(
         h_.get(sizeof(float) * static_cast<size_t>(chunks * a.groups * part))) : nullptr;
 
-    const auto compute = [&](const QueryTile& tile, int64_t group, int64_t index, uint8_t* memory, float* to) {
+    // A chunk of one tile's and one key/value head's context.
+    struct Place {
+        const QueryTile* tile;
+        int64_t group, index;
+    };
+    const auto compute = [&](const Place& at, const Place* next, uint8_t* memory, float* to) {
         Chunk chunk;
-        fill_chunk(a, tile, group, index, chunk);
+        fill_chunk(a, *at.tile, at.group, at.index, chunk);
+        const int32_t* numbers = nullptr;
+        chunk.next_blocks = next == nullptr ? 0 : chunk_blocks(a, *next->tile, next->index, &numbers);
+        for (int b = 0; b < chunk.next_blocks; ++b)
+            chunk.next_keys[b] = a.keys + (numbers[b] * a.groups + next->group) * kPanel * d * item_bytes(a.type);
         chunk.queries = reinterpret_cast<float*>(memory + scratch);
         kernels_.attend(chunk, memory, {to, to + vectors, to + 2 * vectors});
+    };
+    // A thread takes neighbours, so that it knows what comes next.
+    const auto in_runs = [&](int64_t count, const auto& work) {
+        const int64_t run = std::max<int64_t>(1, count / (8 * pool_.size()));
+        pool_.run((count + run - 1) / run, [&](int64_t i, int worker) {
+            work(i * run, std::min(count, (i + 1) * run), workers + own * static_cast<size_t>(worker));
+        });
     };
     const auto merge_into = [&](const QueryTile& tile, const float* from, float* to) {
         for (int64_t m = 0; m < tile.rows * share; ++m)
@@ -125,30 +152,37 @@ void Runner::attend(const Attention& a) {
     };
 
     if (!split) {
-        pool_.run(units, [&](int64_t unit, int worker) {
-            const QueryTile& tile = tiles[static_cast<size_t>(unit / a.groups)];
-            const int64_t group = unit % a.groups;
-            uint8_t* memory = workers + own * static_cast<size_t>(worker);
+        in_runs(units, [&](int64_t first, int64_t last, uint8_t* memory) {
             float* all = reinterpret_cast<float*>(memory + scratch) + vectors * d;
-            gather_queries(a, tile, group, reinterpret_cast<float*>(memory + scratch));
-            clear(all);
-            for (int64_t index = tile.first_chunk; index < tile.last_chunk; ++index) {
-                compute(tile, group, index, memory, all + part);
-                merge_into(tile, all + part, all);
+            for (int64_t unit = first; unit < last; ++unit) {
+                const QueryTile& tile = tiles[static_cast<size_t>(unit / a.groups)];
+                const QueryTile& after = tiles[static_cast<size_t>(std::min(unit + 1, units - 1) / a.groups)];
+                const int64_t group = unit % a.groups;
+                const Place other = {&after, (unit + 1) % a.groups, after.first_chunk};
+                gather_queries(a, tile, group, reinterpret_cast<float*>(memory + scratch));
+                clear(all);
+                for (int64_t index = tile.first_chunk; index < tile.last_chunk; ++index) {
+                    const Place same = {&tile, group, index + 1};
+                    compute({&tile, group, index},
+                            index + 1 < tile.last_chunk ? &same : unit + 1 < last ? &other : nullptr, memory,
+                            all + part);
+                    merge_into(tile, all + part, all);
+                }
+                finish(tile, group, all);
             }
-            finish(tile, group, all);
         });
         return;
     }
-    std::vector<const QueryTile*> of_chunk;
+    std::vector<Place> places;
     for (const auto& tile : tiles)
-        of_chunk.insert(of_chunk.end(), static_cast<size_t>(tile.last_chunk - tile.first_chunk), &tile);
-    pool_.run(chunks * a.groups, [&](int64_t task, int worker) {
-        const QueryTile& tile = *of_chunk[static_cast<size_t>(task / a.groups)];
-        const int64_t group = task % a.groups;
-        uint8_t* memory = workers + own * static_cast<size_t>(worker);
-        gather_queries(a, tile, group, reinterpret_cast<float*>(memory + scratch));
-        compute(tile, group, tile.first_chunk + task / a.groups - tile.offset, memory, parts + task * part);
+        for (int64_t index = tile.first_chunk; index < tile.last_chunk; ++index)
+            for (int64_t group = 0; group < a.groups; ++group) places.push_back({&tile, group, index});
+    in_runs(static_cast<int64_t>(places.size()), [&](int64_t first, int64_t last, uint8_t* memory) {
+        for (int64_t task = first; task < last; ++task) {
+            const Place& at = places[static_cast<size_t>(task)];
+            gather_queries(a, *at.tile, at.group, reinterpret_cast<float*>(memory + scratch));
+            compute(at, task + 1 < last ? &at + 1 : nullptr, memory, parts + task * part);
+        }
     });
     pool_.run(units, [&](int64_t unit, int worker) {
         const QueryTile& tile = tiles[static_cast<size_t>(unit / a.groups)];

@@ -34,15 +34,15 @@ void add_tiles(std::vector<Tile>& tiles, int64_t first, int64_t last, int max_ro
     }
 }
 
-int64_t x_row_bytes(const Gemm& gemm, int64_t inputs) {
+int64_t x_row_bytes(const Gemm& gemm, const Inputs& inputs) {
     const int64_t item = gemm.x_kind == XKind::f32 ? 4 : gemm.x_kind == XKind::bf16 ? 2 : 1;
-    const int64_t scale = gemm.x_kind == XKind::i8 ? 4 : 0;
-    return round_up(inputs, gemm.k_step) * item + scale;
+    const int64_t scales = gemm.x_kind == XKind::i8 ? inputs.groups() * 8 : 0;
+    return round_up(inputs.count, gemm.k_step) * item + scales;
 }
 
-// Bytes of a panel that go with one step of the inputs.
+// Bytes of a panel that go with one fetch.
 int64_t bytes_per_step(const Matrix& w, const Gemm& gemm) {
-    return w.panel_bytes() / (round_up(w.inputs, gemm.k_step) / gemm.k_step) / 32 * 32;
+    return w.panel_bytes() / (round_up(w.inputs.count, gemm.k_step) / gemm.fetch) / 32 * 32;
 }
 
 // A range of panels: large ones first, small ones at the end, so that all workers end together.
@@ -125,7 +125,7 @@ void Runner::matmul(const Matrix& w, const XRows& x, int64_t rows, const float* 
             gemm.pack_x(x, tile.first, tile.rows, w.inputs, packed + tile.offset * row_bytes);
         });
         const int64_t blocks = (end - start + kTaskRows - 1) / kTaskRows;
-        const double flops = 2.0 * kPanel * static_cast<double>(w.inputs * (end - start) / blocks);
+        const double flops = 2.0 * kPanel * static_cast<double>(w.inputs.count * (end - start) / blocks);
         struct Task {
             int64_t block, first, last;
         };
@@ -198,7 +198,7 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
     const Gemm& up = *kernels_.gemm(any.gate.type, bf16_x);
     const Gemm& down = *kernels_.gemm(any.down.type, bf16_x);
     const int max_rows = std::min(up.max_rows, down.max_rows);
-    const int64_t x_bytes = x_row_bytes(up, any.gate.inputs), h_bytes = x_row_bytes(down, inner);
+    const int64_t x_bytes = x_row_bytes(up, any.gate.inputs), h_bytes = x_row_bytes(down, any.down.inputs);
     const int64_t h_padded = round_up(inner, down.k_step);
     const int64_t up_step = bytes_per_step(any.gate, up), down_step = bytes_per_step(any.down, down);
 
@@ -232,7 +232,7 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
     std::vector<Task> tasks;
     const int64_t inner_panels = any.gate.panels();
     for (const auto& part : parts) {
-        const double flops = 4.0 * kPanel * static_cast<double>(any.gate.inputs * (part.last - part.first));
+        const double flops = 4.0 * kPanel * static_cast<double>(any.gate.inputs.count * (part.last - part.first));
         guided(inner_panels, flops, 1, pool_.size(), [&](int64_t first, int64_t last) {
             tasks.push_back({&part, first, last});
         });
@@ -273,7 +273,7 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
         const XRows rows_of_h = {whole, DType::f32, inner, nullptr};
         pool_.run(static_cast<int64_t>(tiles.size()), [&](int64_t t, int) {
             const Tile& tile = tiles[static_cast<size_t>(t)];
-            down.pack_x(rows_of_h, tile.offset, tile.rows, inner, hs + tile.offset * h_bytes);
+            down.pack_x(rows_of_h, tile.offset, tile.rows, any.down.inputs, hs + tile.offset * h_bytes);
         });
     }
 
@@ -298,7 +298,7 @@ void Runner::ffn_group(const std::vector<Expert>& experts, const std::vector<Par
             const int64_t num_tiles = static_cast<int64_t>(part.last_tile - part.first_tile);
             for (int64_t t = 0; t < num_tiles; ++t) {
                 const Tile& tile = tiles[part.first_tile + static_cast<size_t>(t)];
-                down.multiply(hs + tile.offset * h_bytes, tile.rows, two.at, count, inner,
+                down.multiply(hs + tile.offset * h_bytes, tile.rows, two.at, count, any.down.inputs,
                               two.ahead(t, num_tiles, down_step), y);
                 kernels_.scatter(y, tile.rows, count, columns, bias, routed.tokens + tile.first,
                                  routed.weights + tile.first, out.data + column, out.stride);

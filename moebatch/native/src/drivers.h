@@ -15,10 +15,11 @@ struct Matrix {
     const uint8_t* data = nullptr;
     DType type = DType::f32;
     int64_t outputs = 0;
-    int64_t inputs = 0;
+    Inputs inputs;
 
     int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
     int64_t panel_bytes() const;
+    int64_t bytes() const { return panels() * panel_bytes(); }
     const uint8_t* panel(int64_t p) const { return data + p * panel_bytes(); }
 };
 
@@ -47,6 +48,8 @@ struct Attention {
     DType type = DType::f32;  // of keys and values
     const uint8_t* keys = nullptr;
     const uint8_t* values = nullptr;
+    const float* key_scales = nullptr;  // of each token and head, [groups][16] per block; for 8 bits
+    const float* value_scales = nullptr;
     int64_t heads = 0, groups = 0, head_dim = 0;
     const float* q = nullptr;  // [rows][heads][head_dim], contiguous but for the row stride
     int64_t q_stride = 0;
@@ -73,17 +76,15 @@ class Buffer {
     size_t bytes_ = 0;
 };
 
-// Bytes of a packed matrix.
-int64_t packed_bytes(DType type, int64_t outputs, int64_t inputs);
-
 // Pack row-major weights [outputs][inputs], rows `stride` elements apart. `packed` may be the same
 // memory where outputs fill whole panels, inputs fill whole steps and rows are dense.
 void pack(const Kernels& kernels, const void* weights, DType type, int64_t outputs, int64_t inputs,
           int64_t stride, void* packed);
 
-// Pack dense float weights as whole numbers of 8 bits, each output on its own scale: 127 stands for
-// its largest weight. The weights must be finite.
-void pack_i8(const float* weights, int64_t outputs, int64_t inputs, void* packed);
+// Round row-major weights of f32, bf16 or f16 to the whole numbers that `to` describes: `to` without
+// its data, which goes to `packed`. False where a weight is not finite or too large for an fp16 scale.
+bool pack_rounded(const Kernels& kernels, const void* weights, DType type, int64_t stride, const Matrix& to,
+                  void* packed);
 
 // Runs kernels of one variant on a pool. One call at a time; further callers wait.
 class Runner {

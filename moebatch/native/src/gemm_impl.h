@@ -31,15 +31,6 @@ struct F32Weights {
     }
 };
 
-// Four whole numbers of each output side by side; their common scale comes last of all.
-struct I8Weights {
-    static constexpr int kStep = 4;
-    static constexpr int64_t kStepBytes = 64;
-    static vf load(const uint8_t* at, int part, int v) {
-        return byte_of_words(at + v * kLanes * 4, 24 - 8 * part);
-    }
-};
-
 // Each output is one chain of fused multiply-adds in the order of the inputs.
 template <class W, int M, int P>
 void fma_tile(const float* x, const uint8_t* const* panels, int64_t inputs, const Ahead& ahead,
@@ -66,7 +57,7 @@ void fma_tile(const float* x, const uint8_t* const* panels, int64_t inputs, cons
                 w[v] = W::load(at[v / kVecs], part, v % kVecs);
             MB_UNROLL for (int m = 0; m < M; ++m) {
                 const vf b = vset(x[m * W::kStep + part]);
-                MB_UNROLL for (int v = 0; v < kWide; ++v) sum[m][v] = vfma(b, w[v], sum[m][v]);
+                MB_UNROLL for (int v = 0; v < kWide; ++v) add_product(sum[m][v], b, w[v]);
             }
         }
         x += M * W::kStep;
@@ -103,8 +94,9 @@ constexpr int kFmaRows = 3, kFmaPairRows = 1;
 
 template <class W>
 void multiply_fma(const void* x, int rows, const uint8_t* const* panels, int num_panels,
-                  int64_t inputs, const Ahead& ahead, float* out) {
+                  const Inputs& shape, const Ahead& ahead, float* out) {
     const float* tile = static_cast<const float*>(x);
+    const int64_t inputs = shape.count;
     if (num_panels == 1) {
         FmaRows<W, 1, kFmaRows>::run(tile, rows, panels, inputs, ahead, out);
     } else if (rows <= kFmaPairRows) {
@@ -118,19 +110,6 @@ void multiply_fma(const void* x, int rows, const uint8_t* const* panels, int num
                 std::memcpy(out + (m * 2 + p) * kPanel, one + m * kPanel, sizeof(float) * kPanel);
         }
     }
-}
-
-void multiply_i8(const void* x, int rows, const uint8_t* const* panels, int num_panels,
-                 int64_t inputs, const Ahead& ahead, float* out) {
-    const uint8_t* numbers[2] = {panels[0] + kI8Header,
-                                 num_panels > 1 ? panels[1] + kI8Header : nullptr};
-    multiply_fma<I8Weights>(x, rows, numbers, num_panels, inputs, ahead, out);
-    for (int m = 0; m < rows; ++m)
-        for (int p = 0; p < num_panels; ++p) {
-            const float* scales = reinterpret_cast<const float*>(panels[p]);
-            float* y = out + (m * num_panels + p) * kPanel;
-            for (int n = 0; n < kPanel; n += kLanes) vstore(y + n, vload(y + n) * vload(scales + n));
-        }
 }
 
 inline int64_t row_of(const XRows& x, int64_t m) { return x.index ? x.index[m] : m; }
@@ -150,9 +129,10 @@ inline const float* floats_of(const XRows& x, int64_t m, int64_t first, int64_t 
 
 constexpr int64_t kPackBlock = 64;
 
-template <int STEP>
-void pack_x_f32(const XRows& x, int64_t first, int rows, int64_t inputs, void* tile) {
+template <int STEP, int PAD = STEP>
+void pack_x_f32(const XRows& x, int64_t first, int rows, const Inputs& shape, void* tile) {
     float* out = static_cast<float*>(tile);
+    const int64_t inputs = shape.count;
     float scratch[kPackBlock];
     for (int64_t k = 0; k < inputs; k += kPackBlock) {
         const int64_t count = inputs - k < kPackBlock ? inputs - k : kPackBlock;
@@ -163,13 +143,14 @@ void pack_x_f32(const XRows& x, int64_t first, int rows, int64_t inputs, void* t
             }
         }
     }
-    for (int64_t k = inputs; k % STEP; ++k)
+    for (int64_t k = inputs; k % PAD; ++k)
         for (int m = 0; m < rows; ++m) out[(k / STEP * rows + m) * STEP + k % STEP] = 0.0f;
 }
 
 // x rounded to bf16, pairs of inputs in a word.
-[[maybe_unused]] void pack_x_bf16(const XRows& x, int64_t first, int rows, int64_t inputs, void* tile) {
+[[maybe_unused]] void pack_x_bf16(const XRows& x, int64_t first, int rows, const Inputs& shape, void* tile) {
     uint32_t* out = static_cast<uint32_t*>(tile);
+    const int64_t inputs = shape.count;
     float scratch[kPackBlock];
     for (int64_t k = 0; k < inputs; k += kPackBlock) {
         const int64_t count = inputs - k < kPackBlock ? inputs - k : kPackBlock;
@@ -187,10 +168,10 @@ void pack_x_f32(const XRows& x, int64_t first, int rows, int64_t inputs, void* t
 }
 
 // The same, held as floats: for variants that multiply floats only.
-void pack_x_rounded(const XRows& x, int64_t first, int rows, int64_t inputs, void* tile) {
-    pack_x_f32<2>(x, first, rows, inputs, tile);
+void pack_x_rounded(const XRows& x, int64_t first, int rows, const Inputs& shape, void* tile) {
+    pack_x_f32<2>(x, first, rows, shape, tile);
     float* out = static_cast<float*>(tile);
-    const int64_t all = round_up(inputs, 2) * rows;
+    const int64_t all = round_up(shape.count, 2) * rows;
     for (int64_t i = 0; i < all; ++i) {
         const uint32_t word = static_cast<uint32_t>(to_bf16(out[i])) << 16;
         std::memcpy(out + i, &word, sizeof word);
@@ -320,11 +301,11 @@ void transpose16(const uint32_t* rows, int64_t stride, int64_t words, uint32_t* 
         for (int j = 0; j < kPanel; ++j) std::memcpy(out + k * kPanel + j, rows + j * stride + k, 4);
 }
 
-constexpr Gemm kFmaF32 = {XKind::f32, 1, kFmaRows, pack_x_f32<1>, multiply_fma<F32Weights>, store_h_f32<1>};
-constexpr Gemm kFmaF16 = {XKind::f32, 1, kFmaRows, pack_x_f32<1>, multiply_fma<F16Weights>, store_h_f32<1>};
-constexpr Gemm kFmaBf16 = {XKind::f32, 2, kFmaRows, pack_x_f32<2>, multiply_fma<Bf16Weights>, store_h_f32<2>};
-constexpr Gemm kFmaI8 = {XKind::f32, 4, kFmaRows, pack_x_f32<4>, multiply_i8, store_h_f32<4>};
-constexpr Gemm kRoundedBf16 = {XKind::f32, 2, kFmaRows, pack_x_rounded, multiply_fma<Bf16Weights>, store_h_rounded};
+constexpr Gemm kFmaF32 = {XKind::f32, 1, kFmaRows, 1, pack_x_f32<1>, multiply_fma<F32Weights>, store_h_f32<1>};
+constexpr Gemm kFmaF16 = {XKind::f32, 1, kFmaRows, 1, pack_x_f32<1>, multiply_fma<F16Weights>, store_h_f32<1>};
+constexpr Gemm kFmaBf16 = {XKind::f32, 2, kFmaRows, 2, pack_x_f32<2>, multiply_fma<Bf16Weights>, store_h_f32<2>};
+[[maybe_unused]] constexpr Gemm kRoundedBf16 = {
+    XKind::f32, 2, kFmaRows, 2, pack_x_rounded, multiply_fma<Bf16Weights>, store_h_rounded};
 
 }  // namespace
 }  // namespace moebatch

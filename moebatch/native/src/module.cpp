@@ -49,16 +49,20 @@ NB_MODULE(_kernels, m) {
         .value("f32", DType::f32)
         .value("bf16", DType::bf16)
         .value("f16", DType::f16)
-        .value("i8", DType::i8);
+        .value("i8", DType::i8)
+        .value("i4", DType::i4);
 
     nb::class_<Matrix>(m, "Matrix")
         .def("__init__",
-             [](Matrix* self, uintptr_t data, DType type, int64_t outputs, int64_t inputs) {
-                 new (self) Matrix{at<const uint8_t>(data), type, outputs, inputs};
+             [](Matrix* self, uintptr_t data, DType type, int64_t outputs, int64_t inputs, int64_t group,
+                bool zeros) {
+                 const bool whole = type == DType::i8 || type == DType::i4;
+                 if (whole && (group < kBlockInputs || group > kMaxGroup || group % kBlockInputs))
+                     throw std::invalid_argument("a group is a multiple of 32 inputs, 256 at most");
+                 new (self) Matrix{at<const uint8_t>(data), type, outputs, {inputs, group, zeros}};
              },
-             "data"_a, "type"_a, "outputs"_a, "inputs"_a)
-        .def_ro("outputs", &Matrix::outputs)
-        .def_ro("inputs", &Matrix::inputs);
+             "data"_a, "type"_a, "outputs"_a, "inputs"_a, "group"_a = 0, "zeros"_a = false)
+        .def_prop_ro("bytes", &Matrix::bytes);
 
     nb::class_<Expert>(m, "Expert")
         .def("__init__",
@@ -108,7 +112,8 @@ NB_MODULE(_kernels, m) {
              "out"_a, "out_stride"_a, "bf16_x"_a = false, "alpha"_a = 1.0f, "shift"_a = 0.0f,
              "limit"_a = 0.0f)
         .def("attend",
-             [](Runner& r, DType type, uintptr_t keys, uintptr_t values, int64_t heads,
+             [](Runner& r, DType type, uintptr_t keys, uintptr_t values, uintptr_t key_scales,
+                uintptr_t value_scales, int64_t heads,
                 int64_t groups, int64_t head_dim, uintptr_t q, int64_t q_stride, uintptr_t out,
                 int64_t out_stride, int64_t rows, uintptr_t sequences, uintptr_t lengths,
                 uintptr_t tables, int64_t table_stride, int64_t window, uintptr_t sinks,
@@ -116,13 +121,14 @@ NB_MODULE(_kernels, m) {
                  if (groups < 1 || heads % groups || heads / groups > kMaxVectors)
                      throw std::invalid_argument("too many query heads for a key/value head");
                  nb::gil_scoped_release free;
-                 r.attend({type, at<const uint8_t>(keys), at<const uint8_t>(values), heads, groups,
+                 r.attend({type, at<const uint8_t>(keys), at<const uint8_t>(values),
+                           at<const float>(key_scales), at<const float>(value_scales), heads, groups,
                            head_dim, at<const float>(q), q_stride, at<float>(out), out_stride, rows,
                            at<const int64_t>(sequences), at<const int64_t>(lengths),
                            at<const int32_t>(tables), table_stride, window,
                            at<const float>(sinks), scale});
              },
-             "type"_a, "keys"_a, "values"_a, "heads"_a, "groups"_a, "head_dim"_a, "q"_a,
+             "type"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "heads"_a, "groups"_a, "head_dim"_a, "q"_a,
              "q_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "sequences"_a, "lengths"_a,
              "tables"_a, "table_stride"_a, "window"_a = 0, "sinks"_a = 0, "scale"_a = 1.0f)
         .def("pack",
@@ -133,12 +139,13 @@ NB_MODULE(_kernels, m) {
                       at<void>(packed));
              },
              "weights"_a, "type"_a, "outputs"_a, "inputs"_a, "stride"_a, "packed"_a)
-        .def("pack_i8",
-             [](Runner&, uintptr_t weights, int64_t outputs, int64_t inputs, uintptr_t packed) {
+        .def("pack_rounded",
+             [](Runner& r, uintptr_t weights, DType type, int64_t stride, const Matrix& to) {
                  nb::gil_scoped_release free;
-                 pack_i8(at<const float>(weights), outputs, inputs, at<void>(packed));
+                 return pack_rounded(r.kernels(), at<const void>(weights), type, stride, to,
+                                     const_cast<uint8_t*>(to.data));
              },
-             "weights"_a, "outputs"_a, "inputs"_a, "packed"_a)
+             "weights"_a, "type"_a, "stride"_a, "to"_a)
         .def("peak_flops",
              [](Runner& r, int64_t rounds, bool bf16_x) {
                  nb::gil_scoped_release free;
@@ -170,7 +177,6 @@ NB_MODULE(_kernels, m) {
              },
              "data"_a, "bytes"_a);
 
-    m.def("packed_bytes", &packed_bytes, "type"_a, "outputs"_a, "inputs"_a);
     m.def("variants", [] {
         std::vector<std::string> names;
         for (const char* name : variant_names()) names.emplace_back(name);

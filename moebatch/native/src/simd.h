@@ -48,11 +48,21 @@ inline vf load_bf16(const uint16_t* p) {
 inline vf load_f16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-// The signed byte of each word that `left` bits to the left bring to the top.
-inline vf byte_of_words(const void* p, int left) {
-    const __m512i up = _mm512_sll_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(left));
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(up, 24));
+// The bits of `mask` of each word after a shift to the right, as whole numbers.
+inline vf field_of_words(const void* p, int right, int mask) {
+    const __m512i down = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(right));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(down, _mm512_set1_epi32(mask)));
 }
+inline vf load_bytes(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline vf load_signed(const int8_t* p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_words(int32_t* p, vf v) { _mm512_storeu_si512(p, _mm512_cvtps_epi32(v)); }
+inline vf vabs(vf v) { return _mm512_abs_ps(v); }
 inline float vsum(vf v) { return _mm512_reduce_add_ps(v); }
 inline float vlargest(vf v) { return _mm512_reduce_max_ps(v); }
 
@@ -86,11 +96,23 @@ inline vf load_bf16(const uint16_t* p) {
 inline vf load_f16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-inline vf byte_of_words(const void* p, int left) {
-    const __m256i up = _mm256_sll_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)),
-                                        _mm_cvtsi32_si128(left));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(up, 24));
+inline vf field_of_words(const void* p, int right, int mask) {
+    const __m256i down = _mm256_srl_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)),
+                                          _mm_cvtsi32_si128(right));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(down, _mm256_set1_epi32(mask)));
 }
+inline vf load_bytes(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline vf load_signed(const int8_t* p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline void store_words(int32_t* p, vf v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(v));
+}
+inline vf vabs(vf v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 inline float vsum(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -134,9 +156,22 @@ inline vf even_bf16(const void* p) { return reinterpret_cast<vf>(load_words(p) <
 inline vf odd_bf16(const void* p) {
     return reinterpret_cast<vf>(load_words(p) & static_cast<int32_t>(0xffff0000u));
 }
-inline vf byte_of_words(const void* p, int left) {
-    return __builtin_convertvector((load_words(p) << left) >> 24, vf);
+inline vf field_of_words(const void* p, int right, int mask) {
+    return __builtin_convertvector((load_words(p) >> right) & mask, vf);
 }
+inline vf load_bytes(const uint8_t* p) {
+    return vf{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+              static_cast<float>(p[3])};
+}
+inline vf load_signed(const int8_t* p) {
+    return vf{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+              static_cast<float>(p[3])};
+}
+inline void store_words(int32_t* p, vf v) {
+    const vi32 whole = __builtin_convertvector(v, vi32);
+    std::memcpy(p, &whole, sizeof whole);
+}
+inline vf vabs(vf v) { return reinterpret_cast<vf>(reinterpret_cast<vi32>(v) & 0x7fffffff); }
 inline float widen_bf16(uint16_t bits) {
     const uint32_t word = static_cast<uint32_t>(bits) << 16;
     float x;
@@ -169,6 +204,16 @@ inline float vlargest(vf v) {
 }
 
 #endif
+
+// sum += a * b, rounded once where the variant's vfma is.
+inline void add_product(vf& sum, vf a, vf b) {
+#if MB_SIMD == 256
+    // With all 16 registers in use compilers overwrite a factor, and then move sums through memory.
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+    sum = vfma(a, b, sum);
+#endif
+}
 
 // e^x to about two units in the last place; below -87 and above 88 it stays at the bound's value.
 // Cody and Waite's reduction by ln 2 in two parts, then a polynomial for |r| <= ln(2)/2.

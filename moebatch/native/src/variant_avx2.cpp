@@ -10,7 +10,8 @@ const Gemm* gemm_for(DType weight, bool bf16_x) {
         case DType::f32: return &kFmaF32;
         case DType::f16: return &kFmaF16;
         case DType::bf16: return bf16_x ? &kRoundedBf16 : &kFmaBf16;
-        case DType::i8: return &kFmaI8;
+        case DType::i8: return bf16_x ? &kWholeI8 : &kFmaI8;
+        case DType::i4: return bf16_x ? &kWholeI4 : &kFmaI4;
         default: return nullptr;
     }
 }
@@ -23,7 +24,7 @@ double peak(int64_t rounds, bool bf16_x, float* sink) {
 
 const Kernels* avx2_kernels() {
     static const Kernels kernels = {"avx2", gemm_for, activate, scatter, transpose16,
-                                    attend, merge, peak, read_all};
+                                    range, round_to, attend, merge, peak, read_all};
     return &kernels;
 }
 

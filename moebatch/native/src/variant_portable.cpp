@@ -12,6 +12,7 @@ const Gemm* gemm_for(DType weight, bool bf16_x) {
         case DType::f16: return &kFmaF16;
         case DType::bf16: return bf16_x ? &kRoundedBf16 : &kFmaBf16;
         case DType::i8: return &kFmaI8;
+        case DType::i4: return &kFmaI4;
         default: return nullptr;
     }
 }
@@ -24,7 +25,7 @@ double peak(int64_t rounds, bool bf16_x, float* sink) {
 
 const Kernels* portable_kernels() {
     static const Kernels kernels = {"portable", gemm_for, activate, scatter, transpose16,
-                                    attend, merge, peak, read_all};
+                                    range, round_to, attend, merge, peak, read_all};
     return &kernels;
 }
 

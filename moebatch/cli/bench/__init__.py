@@ -1,0 +1,1 @@
+"""`moebatch bench`: throughput of named workloads, rivals beside it, pictures of both."""
