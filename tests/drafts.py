@@ -16,7 +16,7 @@ from moebatch.runtime.drafts import NO_DRAFT, Draft
 class Oracle:
     """Knows the answers, and errs as often as it is told to."""
 
-    name, free = "oracle", True
+    name, step_s = "oracle", 0.0
 
     def __init__(self, answers: Any, *, right: float = 1.0, wrong: int | None = None,
                  seed: int = 0) -> None:  # fmt: skip

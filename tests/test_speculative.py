@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from moebatch.data.requests import Completion, Generated
 from moebatch.native.kernels import load_kernels
 from moebatch.plan.profiles import PROFILES
+from moebatch.plan.speculation import MAX_PASS_DRAFTS
 from moebatch.runtime.drafts import NO_DRAFT, NgramSource, longest_match
 from moebatch.runtime.emulated import EmulatedDevice
 from moebatch.runtime.speculative import Speculator
@@ -115,7 +116,7 @@ def test_windows_of_whole_blocks_have_room_for_drafts(tiny_models, tmp_path) -> 
     assert speculated(path, work, Oracle(answers(expected), right=0.6), most=8)[0] == expected
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     right=st.floats(0, 1),
     most=st.integers(1, 16),
@@ -273,7 +274,7 @@ def test_a_draft_model_changes_no_answer(draft, params, tiny_models) -> None:
         assert rate < 0.3
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kv_blocks=st.integers(1, 12),
     prefill_tokens=st.integers(1, 40),
@@ -298,7 +299,7 @@ def test_rejected_guesses_leave_no_trace_in_the_draft_model(tiny_models) -> None
     seen = []
 
     class Both:
-        name, free = "both", False
+        name, step_s = "both", 0.0
 
         def __init__(self, old):
             self._old = old
@@ -374,3 +375,43 @@ def test_drafts_in_the_cache_regime_of_an_accelerator(tiny_models) -> None:
     done, stats, _ = speculated(path, work, source, device=device, **policy)
     assert tokens(done) == tokens(expected)
     assert stats.accepted
+
+
+def test_a_pass_carries_no_more_drafts_than_memory_is_set_aside_for(tiny_models) -> None:
+    path = tiny_models("mixtral")[1]
+    work = rows(60, rng=7, max_tokens=20)
+    expected = run(path, work, batch_size=40, micro_batch_size=40)
+    sums = []
+
+    class Counted(Oracle):
+        def propose(self, sequences, most):
+            sums.append(sum(most))
+            return super().propose(sequences, most)
+
+    source = Counted(answers(expected), right=0.8)
+    done, _, _ = speculated(path, work, source, most=16, batch_size=40, micro_batch_size=40,
+                            kv_blocks=300)  # fmt: skip
+    assert tokens(done) == tokens(expected)
+    assert 100 < max(sums) <= MAX_PASS_DRAFTS
+
+
+def test_a_draft_model_that_does_not_pay_is_tried_now_and_then(tiny_models) -> None:
+    """Each of its tokens takes as long as a pass: no drafts, but for one try in 32 passes."""
+    path = tiny_models("mixtral")[1]
+    work = [request(0, [5, 6, 7], max_tokens=100)]
+    expected = run(path, work)
+    asked = []
+
+    class Slow(Oracle):
+        step_s = 1e9
+
+        def propose(self, sequences, most):
+            asked.append(max(most))
+            return super().propose(sequences, most)
+
+    speculator = Speculator(
+        Slow(answers(expected), right=1.0), seconds=lambda tokens: 0 * tokens + 1.0
+    )
+    with open_engine(path, POLICY, draft_tokens=8, speculator=speculator) as engine:
+        assert tokens(list(engine.run(work))) == tokens(expected)
+    assert asked == [1] * 3

@@ -27,8 +27,8 @@ _SHAPE_PRIOR = 0.5  # how much spread of log(tokens) it takes to correct the pre
 
 
 def pass_drafts(rows: Amount, drafts: Amount) -> Amount:
-    """Drafts that a pass of so many rows may carry, with at most `drafts` for each."""
-    return rows * np.minimum(drafts, MAX_PASS_DRAFTS // np.maximum(rows, 1))
+    """The most drafts of a pass with up to so many rows, and at most `drafts` for each."""
+    return np.minimum(rows * drafts, MAX_PASS_DRAFTS)
 
 
 def expected_tokens(alpha: float, drafts: int) -> float:

@@ -4,6 +4,7 @@ It draws with the noise that the target will draw with: a draft model that is as
 the target says the same, at any temperature.
 """
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from moebatch.runtime.kv_cache import BlockTable, blocks_for
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
 
+_NEWEST = 0.1  # weight of the newest measurement
 _SURENESS = 8  # kinds of drafts: by how sure the model is of them
 
 
@@ -52,7 +54,7 @@ class _Row:
 class ModelSource:
     """A `DraftSource`. `load` it first; the checkpoint is the caller's to close."""
 
-    name, free = "draft", False
+    name = "draft"
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  compute: ComputeType, vocab_size: int,
@@ -67,6 +69,7 @@ class ModelSource:
                                     compute=compute, kernels=kernels)  # fmt: skip
         self._kv = self._backend.kv
         self._held: dict[Sequence, _Held] = {}
+        self.step_s = 0.0
 
     def load(self, *, threads: int, progress: Progress = lambda done, total: None) -> None:
         """Read the weights.
@@ -141,6 +144,7 @@ class ModelSource:
 
     def _step(self, rows: Seq[_Row]) -> None:
         """One token more of each row."""
+        start = time.perf_counter()
         done = self._backend.compute([[self._segment(row, 1) for row in rows]])
         logits = self._backend.logits(torch.tensor(done.last_tokens[0]))
         sure = (logits.max(dim=1).values - logits.logsumexp(dim=1)).exp()
@@ -158,6 +162,8 @@ class ModelSource:
             row.due = [token.token_id]
             row.tokens.append(token.token_id)
             row.kinds.append(min(int(share * _SURENESS), _SURENESS - 1))
+        spent = time.perf_counter() - start
+        self.step_s += (spent - self.step_s) * (_NEWEST if self.step_s else 1.0)
 
     def _segment(self, row: _Row, count: int) -> Segment:
         start = row.held.known + len(row.held.guessed)

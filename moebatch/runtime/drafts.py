@@ -37,7 +37,9 @@ class DraftSource(Protocol):
     """Guesses tokens. Close it when the job is over."""
 
     name: str
-    free: bool  # whether drafting takes no time worth counting
+    step_s: (
+        float  # seconds of one token more for each row; 0: none worth counting, or not known yet
+    )
 
     def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[Draft]:
         """A draft of each sequence, of at most so many tokens; all that are decoding are given."""
@@ -55,7 +57,7 @@ class NgramSource:
     a draft that reaches the end of the text goes on from its own beginning, as a loop would.
     """
 
-    name, free = "ngram", True
+    name, step_s = "ngram", 0.0
 
     def __init__(self, *, shortest: int = 2) -> None:
         """Matches of fewer than `shortest` tokens do not count."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moebatch.plan.speculation import (
     MAX_DRAFT_TOKENS,
+    MAX_PASS_DRAFTS,
     AcceptanceRate,
     PassCost,
     PassSeconds,
@@ -134,14 +135,14 @@ class Speculator:
         self._rates: dict[int, AcceptanceRate] = {}
         self._any = AcceptanceRate()
         self._offers: dict[Sequence, Draft] = {}
-        self._step_s, self._passes = 0.0, 0
+        self._passes = 0
         self.stats = SpeculationStats()
 
     def drafts(self, decoding: Seq[Sequence], *, tokens: int) -> list[Draft]:
         """The drafts of the rows that decode, for a pass of `tokens` tokens without them."""
         self._passes += 1
         self._offers.clear()
-        limit = self._limit(len(decoding), tokens)
+        limit = min(self._limit(len(decoding), tokens), MAX_PASS_DRAFTS // max(1, len(decoding)))
         most = [min(limit, self._room(sequence)) for sequence in decoding]
         if not any(room > 0 for room in most):
             return [NO_DRAFT] * len(decoding)
@@ -200,21 +201,18 @@ class Speculator:
 
     def _limit(self, rows: int, tokens: int) -> int:
         """Drafts per row worth asking the source for."""
-        if self._cost is None or self._source.free or not rows:
+        if self._cost is None or not self._source.step_s or not rows:
             return self._most
         cost, others = self._cost, tokens - rows
         best = best_drafts(self._any.value, rows=rows, seconds=lambda n: cost(n + others),
-                           draft_seconds=self._step_s, most=self._most)  # fmt: skip
-        return best or (self._passes % _PROBE_PASSES == 0)
+                           draft_seconds=self._source.step_s, most=self._most)  # fmt: skip
+        return best or int(self._passes % _PROBE_PASSES == 0)
 
     def _offer(self, decoding: Seq[Sequence], most: Seq[int]) -> list[Draft]:
-        """The source's drafts; measures what a token of each row takes it."""
+        """The source's drafts."""
         start = time.perf_counter()
         offers = self._source.propose(decoding, most)
-        spent = time.perf_counter() - start
-        self.stats.draft_s += spent
-        step = spent / max(most)
-        self._step_s = step if not self._step_s else 0.9 * self._step_s + 0.1 * step
+        self.stats.draft_s += time.perf_counter() - start
         return offers
 
     def _chances(self, offer: Draft) -> list[float]:

@@ -10,6 +10,7 @@ each stands what the cost model says of the same acceptance. One JSON document a
 import argparse
 import json
 import statistics
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
-                                overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
+                                overrides=Overrides(batch_size=rows, draft_tokens=8,
+                                                    regime="stream"))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
                     base_bytes=base)  # fmt: skip
@@ -103,6 +105,7 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
                 engine._speculator = opened
                 run, said = _run(engine, requests)
                 runs[count].append(run)
+                print(rows, count, run, file=sys.stderr, flush=True)
                 answers.add(said)
         assert len(answers) == 1, "drafts changed an answer"
         engine._speculator = None
