@@ -211,9 +211,7 @@ class Job:
             weight_dtype=self.model.spec.weight_dtype, accelerator=device is not None,
             threads=self.resources.cpu_threads or host.num_cores(),
         )  # fmt: skip
-        budget = self.resources.memory_bytes
-        if budget is None:
-            budget = host.default_budget_bytes()
+        budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
         if device is not None:
             refuse_on_device(self.resources.regime)
@@ -231,10 +229,8 @@ class Job:
             routing_of(self.model, self.resources.regime) as routing,
             Engine(
                 checkpoint,
-                spec=self.model.spec,
-                family=self.model.family,
                 policy=plan.policy,
-                **self._text(tokenizer),
+                **self._model_and_text(tokenizer),
                 compute=how.compute,
                 kernels=how.kernels,
                 quantization=how.quantization,
@@ -260,9 +256,11 @@ class Job:
                 done.traced = engine.traced
                 routing.learn(engine.expert_tokens)
 
-    def _text(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What an engine needs to know of text."""
+    def _model_and_text(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """What an engine needs to know of the model and of text."""
         return {
+            "spec": self.model.spec,
+            "family": self.model.family,
             "open_stream": lambda skip: tokenizer.stream(skip_special_tokens=skip),
             "decode": lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip),
             "eos_token_ids": self.model.eos_token_ids,
