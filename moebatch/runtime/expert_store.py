@@ -126,6 +126,7 @@ class ExpertStore:
         Prefetching for other layers stops, should it be under way.
         """
         with self._changed:
+            self._wishes.clear()  # some are for this layer; now it says what it needs
             for which in self._guarded.pop(visit.layer, ()):
                 self.cache.unpin(which)
             hits, misses = self.cache.look_up(visit)
