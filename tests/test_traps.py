@@ -213,3 +213,16 @@ def test_a_gated_model_is_one_line(here, monkeypatch) -> None:
     assert result.code == 7
     assert "gated" in result.error
     assert "hf auth login" in result.err
+
+
+def test_structured_output_is_refused_by_row_never_repaired(here) -> None:
+    """It is not supported: such a row is an error, not a text that somebody mends, and others go on."""
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    rows = [{"id": "a", "prompt": "x", "response_format": schema}, {"id": "b", "prompt": "x"}]
+    write_rows(here / "in.jsonl", rows)
+    assert run("-q").code == 3
+    refused, answered = read_rows(here / "out.jsonl")
+    assert refused["error"]["code"] == "unsupported_parameter"
+    assert refused["error"]["param"] == "response_format"
+    assert refused["generated_text"] is None and "parsed" not in refused
+    assert answered["finish_reason"] == "length" and answered["completion_tokens"] == 4
