@@ -22,10 +22,13 @@ def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, mac
                  compute: str, job: JobTime | None = None) -> PassSeconds:  # fmt: skip
     """On the host: every token of the pass is attended and sampled like a row of its own.
 
-    What the disk takes in a pass is that of `job`, if it is given: there its bandwidth was measured.
+    What the disk takes in a pass is that of `job`, if it is given and streams to its end: there the
+    bandwidth was measured.
     """
     attention, experts = resident_pages(spec, policy)
-    disk_s = None if job is None or not job.passes else job.parts.get("disk", 0.0) / job.passes
+    disk_s = None
+    if job is not None and job.passes and policy.regime == "stream" and not policy.tail_rows:
+        disk_s = job.parts.get("disk", 0.0) / job.passes
     time = HostTime(spec, machine, compute=compute, kv_dtype=policy.kv_dtype)
     if policy.regime == "cache":  # more tokens ask for more experts
         experts = policy.expert_slots
@@ -40,7 +43,7 @@ def pass_seconds(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, *, mac
             micro_batches=float(policy.num_micro_batches),
         )
         costs = time.seconds(load, attention_pages=attention, expert_pages=experts)
-        if disk_s is None or policy.regime == "cache":
+        if disk_s is None:
             return np.asarray(costs.total, dtype=np.float64) + 0.0 * tokens
         return np.maximum(np.asarray(costs.compute, dtype=np.float64), disk_s)
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moebatch.data.tokenizer import load_tokenizer
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import LocalModel, resolve_model
 from moebatch.plan.draft_time import pass_seconds
+from moebatch.plan.optimizer import job_time
 from moebatch.plan.policy import Overrides
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.runtime import host
@@ -83,12 +85,15 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
-                                overrides=Overrides(batch_size=rows, draft_tokens=8,
-                                                    regime="stream"))  # fmt: skip
+                                overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
                     base_bytes=base)  # fmt: skip
-    seconds = pass_seconds(model.spec, work, plan.policy, compute=compute, job=plan.job,
+    policy = replace(plan.policy, regime="stream", tail_rows=0)  # no cache at the tail: it streams
+    job = job_time(model.spec, work, policy, machine=this_machine(threads=asked.threads),
+                   compute=compute)  # fmt: skip
+    plan = replace(plan, policy=policy, job=job)
+    seconds = pass_seconds(model.spec, work, plan.policy, compute=compute, job=job,
                            machine=this_machine(threads=asked.threads))  # fmt: skip
     runs: dict[str, list[dict[str, float]]] = {count: [] for count in asked.drafts}
     answers = set()
