@@ -1,6 +1,7 @@
 """The native kernels against this machine's roofs and against PyTorch, in one run. Not a test.
 
     python tests/benchmarks/bench_kernels.py [--threads 2] [--variant avx512bf16] [--only ffn,...]
+        [--tokens 1,8,64]
 
 Roofs are measured first: multiply-adds on registers alone, and reading memory once. Weights rotate
 through more memory than the caches hold, as in a model. Every figure is the median of interleaved
@@ -23,6 +24,7 @@ from moebatch.native.rounding import Rounding
 
 HIDDEN, INNER, NUM_EXPERTS = 1024, 3584, 8
 ROUNDS = 4_000_000  # of a register-only loop: some tenths of a second
+SETTLE_S = 0.02  # OpenMP's threads spin for a while after PyTorch's arm, and take a core from the next
 LAYERS = 3  # of different weights: 530 MB in bf16
 
 
@@ -31,6 +33,7 @@ def seconds(arms: dict[str, Callable[[], object]], repeats: int) -> dict[str, fl
     times: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(repeats + 1):
         for name, arm in arms.items():
+            time.sleep(SETTLE_S)
             start = time.perf_counter()
             arm()
             if repeat:
@@ -55,7 +58,7 @@ def print_row(name: str, cells: dict[str, str]) -> None:
     print(f"{name:<44}" + "".join(f"{key} {value:<12}" for key, value in cells.items()))
 
 
-def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[dict]:
+def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int, counts: list[int]) -> list[dict]:
     """The experts of a layer with equal and with uneven loads."""
     weights = [
         torch.randn(2 * INNER, HIDDEN).bfloat16().mul_(0.03) for _ in range(LAYERS * NUM_EXPERTS)
@@ -77,11 +80,11 @@ def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int) -> list[di
     del weights, downs
     uneven = [1, 2, 5, 9, 14, 20, 31, 46]
     results = []
-    for name, counts in [
-        *((str(n), [n] * NUM_EXPERTS) for n in (1, 2, 4, 8, 16, 32, 64, 128)),
+    for name, loads in [
+        *((str(n), [n] * NUM_EXPERTS) for n in counts),
         ("uneven, 16 on average", uneven),
     ]:
-        results.append(_ffn_row(kernels, roof, repeats, name, counts, experts, rivals))
+        results.append(_ffn_row(kernels, roof, repeats, name, loads, experts, rivals))
     return results
 
 
@@ -203,7 +206,7 @@ def _pool(heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return pool.random_(-127, 128) if dtype == torch.int8 else pool.normal_()
 
 
-BENCHES = {"ffn": bench_ffn, "decode": bench_decode}
+BENCHES = ("ffn", "decode")
 
 
 def main() -> None:
@@ -212,6 +215,7 @@ def main() -> None:
     parser.add_argument("--variant", default=None)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default=",".join(BENCHES))
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128", help="of each expert")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     kernels = load_kernels(args.threads, args.variant)
@@ -219,7 +223,12 @@ def main() -> None:
     roof = roofs(kernels)
     print(f"{kernels.variant}, {args.threads} threads: fma {roof['fma'] / 1e9:.0f} GFLOP/s, "
           f"dot {roof['dot'] / 1e9:.0f} GFLOP/s, read {roof['read'] / 1e9:.1f} GB/s")  # fmt: skip
-    results = {name: BENCHES[name](kernels, roof, args.repeats) for name in args.only.split(",")}
+    results = {}
+    if "ffn" in args.only:
+        counts = [int(n) for n in args.tokens.split(",")]
+        results["ffn"] = bench_ffn(kernels, roof, args.repeats, counts)
+    if "decode" in args.only:
+        results["decode"] = bench_decode(kernels, roof, args.repeats)
     print(json.dumps({"variant": kernels.variant, "roofs": roof, "results": results}))
 
 
