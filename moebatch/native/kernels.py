@@ -286,14 +286,16 @@ class Kernels:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, context: Context, *,
                window: int | None = None, scale: float | None = None,
-               sinks: Tensor | None = None,
-               scales: tuple[Tensor, Tensor] | None = None) -> Tensor:  # fmt: skip
+               sinks: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+               round_x: bool = False) -> Tensor:  # fmt: skip
         """Softmax attention of each row: q [R, H, d] float32 -> [R, H, d].
 
         `keys` and `values` are the pools of one layer, [blocks * G, 16, d], heads of a block side by
         side; in int8 they have `scales` in float32, [blocks * G, 16] each, by which whole numbers are
         multiplied. A row sees the last `window` tokens of its context, or all; `scale` of the scores is
         1/sqrt(d) unless given; `sinks` [H] are scores of their own that take weight and give nothing.
+        With `round_x` queries and softmax weights may be rounded to bf16 where the cache holds bf16
+        and the processor multiplies it.
         """
         rows, heads, head_dim = q.shape
         assert keys.is_contiguous() and values.is_contiguous() and keys.dtype == values.dtype
@@ -324,6 +326,7 @@ class Kernels:
             window=window or 0,
             sinks=0 if sinks is None else sinks.data_ptr(),
             scale=head_dim**-0.5 if scale is None else scale,
+            bf16_x=round_x,
         )
         return out
 

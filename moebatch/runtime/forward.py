@@ -111,7 +111,7 @@ class Forward:
             self._attended = attend(
                 self._qkv, part.native, layer=layer, kv=self._kv, kernels=self._kernels,
                 window=self._spec.layer_windows[layer], scale=self._spec.scale,
-                sinks=self._store.attention(layer).sinks,
+                sinks=self._store.attention(layer).sinks, round_x=self._store.rounds_x,
             ).flatten(1)  # fmt: skip
             return
         self._attended = torch.empty(q.shape[0], self._spec.attended_size)

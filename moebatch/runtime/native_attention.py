@@ -81,8 +81,8 @@ def _window_run(span: Span, first: int, kv: KVCache, widest: int) -> WindowRun:
 
 
 def attend(qkv: tuple[Tensor, Tensor, Tensor], context: NativeContext, *, layer: int, kv: KVCache,
-           kernels: Kernels, window: int | None, scale: float,
-           sinks: Tensor | None) -> Tensor:  # fmt: skip
+           kernels: Kernels, window: int | None, scale: float, sinks: Tensor | None,
+           round_x: bool) -> Tensor:  # fmt: skip
     """Softmax attention of queries [Q, H, d] -> [Q, H, d]; k and v [Q, G, d] are the new tokens'.
 
     Without a window they are in the cache already, with one only those of rows that decode.
@@ -90,18 +90,19 @@ def attend(qkv: tuple[Tensor, Tensor, Tensor], context: NativeContext, *, layer:
     q, k, v = qkv
     if window is None or not kv.ring_tokens:
         pools = kv.pools(layer)
-        return kernels.attend(q, *pools, context.full, window=window, scale=scale, sinks=sinks)
+        return kernels.attend(q, *pools, context.full, window=window, scale=scale, sinks=sinks,
+                              round_x=round_x)  # fmt: skip
     out = torch.empty_like(q)
     if context.ring is not None:
         rows, pools = slice(context.num_decode), kv.pools(layer)
         out[rows] = kernels.attend(q[rows], *pools, context.ring, window=window, scale=scale,
-                                   sinks=sinks)  # fmt: skip
+                                   sinks=sinks, round_x=round_x)  # fmt: skip
     if context.runs:
         cache, spans = _copy(context.runs, k, v, layer, kv)
         rows = slice(context.num_decode, None)
         seen = cache.context(spans)
         out[rows] = kernels.attend(q[rows], *cache.pools(0), seen, window=window, scale=scale,
-                                   sinks=sinks)  # fmt: skip
+                                   sinks=sinks, round_x=round_x)  # fmt: skip
     return out
 
 

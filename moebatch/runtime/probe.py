@@ -228,6 +228,7 @@ class _Hollow:
     def __init__(self, compute: ComputeType, kernels: Kernels | None) -> None:
         rounded = compute == "bfloat16" and kernels is None
         self.dtype = torch.bfloat16 if rounded else torch.float32
+        self.rounds_x = compute == "bfloat16" and kernels is not None
         self._spec = spec = ModelSpec(
             family="probe", num_layers=1, hidden_size=1024, num_q_heads=16, num_kv_heads=4,
             head_dim=64, num_experts=8, top_k=2, expert_size=1024, vocab_size=1024,

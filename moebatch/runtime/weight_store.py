@@ -182,6 +182,11 @@ class WeightStore:
         return torch.bfloat16 if self._compute == "bfloat16" else torch.float32
 
     @property
+    def rounds_x(self) -> bool:
+        """Whether the native kernels may round what weights and cached values are multiplied with."""
+        return self._kernels is not None and self._compute == "bfloat16"
+
+    @property
     def copies(self) -> bool:
         """Whether `view` gives memory of its own, so that what it was made of may be used again."""
         return self._quantization != "none"

@@ -24,7 +24,7 @@ from moebatch.native.rounding import Rounding
 
 HIDDEN, INNER, NUM_EXPERTS = 1024, 3584, 8
 ROUNDS = 4_000_000  # of a register-only loop: some tenths of a second
-SETTLE_S = 0.02  # OpenMP's threads spin for a while after PyTorch's arm, and take a core from the next
+SETTLE_S = 0.02  # PyTorch's OpenMP threads spin for a while and would take a core from the next arm
 LAYERS = 3  # of different weights: 530 MB in bf16
 
 
@@ -58,7 +58,8 @@ def print_row(name: str, cells: dict[str, str]) -> None:
     print(f"{name:<44}" + "".join(f"{key} {value:<12}" for key, value in cells.items()))
 
 
-def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int, counts: list[int]) -> list[dict]:
+def bench_ffn(kernels: Kernels, roof: dict[str, float], repeats: int,
+              counts: list[int]) -> list[dict]:  # fmt: skip
     """The experts of a layer with equal and with uneven loads."""
     weights = [
         torch.randn(2 * INNER, HIDDEN).bfloat16().mul_(0.03) for _ in range(LAYERS * NUM_EXPERTS)
@@ -182,19 +183,24 @@ def _decode_row(kernels, roof, repeats, heads, context, dtype) -> dict:
         for k in range(copies)
     ]  # fmt: skip
 
-    def ours() -> None:
+    def ours(round_x: bool) -> None:
         for one in contexts:
-            kernels.attend(q, *pools, one, scales=scales)
+            kernels.attend(q, *pools, one, scales=scales, round_x=round_x)
 
-    read = copies * rows * per_row / seconds({"ours": ours}, repeats)["ours"]
+    arms = {"exact": lambda: ours(False)}
+    if dtype == torch.bfloat16 and kernels.variant == "avx512bf16":
+        arms["rounded"] = lambda: ours(True)
     kind = str(dtype).removeprefix("torch.")
-    print_row(
-        f"decode {num_heads}/{groups}x{head_dim} ctx {length} rows {rows} {kind}",
-        {"GB/s": f"{read / 1e9:.1f}", "of reading": f"{read / roof['read']:.0%}"},
-    )
-    return {"heads": num_heads, "kv_heads": groups, "head_dim": head_dim, "context": length,
-            "rows": rows, "dtype": kind, "bytes_per_s": read,
-            "of_read": read / roof["read"]}  # fmt: skip
+    row = {"heads": num_heads, "kv_heads": groups, "head_dim": head_dim, "context": length,
+           "rows": rows, "dtype": kind}  # fmt: skip
+    for arm, time_s in seconds(arms, repeats).items():
+        read = copies * rows * per_row / time_s
+        row |= {f"{arm}_bytes_per_s": read, f"{arm}_of_read": read / roof["read"]}
+        print_row(
+            f"decode {num_heads}/{groups}x{head_dim} ctx {length} rows {rows} {kind} {arm}",
+            {"GB/s": f"{read / 1e9:.1f}", "of reading": f"{read / roof['read']:.0%}"},
+        )
+    return row
 
 
 def _pool(heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:

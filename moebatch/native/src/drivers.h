@@ -63,6 +63,7 @@ struct Attention {
     int64_t window = 0;            // tokens that are seen at most; 0: all
     const float* sinks = nullptr;  // [heads] or null
     float scale = 1.0f;
+    bool round_x = false;  // queries and softmax weights may be rounded to bf16
 };
 
 // Memory that grows and is kept.

@@ -86,25 +86,31 @@ struct Gemm {
 
 constexpr int kChunk = 256;  // tokens of context that one softmax covers before results are merged
 constexpr int kChunkBlocks = kChunk / kPanel;
-constexpr int kMaxVectors = 64;  // query vectors that share a chunk
+constexpr int kMaxVectors = 64;  // query vectors that meet a chunk at once
 
-// Some query vectors of one key/value head against one chunk of context, in blocks of 16 tokens.
+// Query vectors of neighbouring key/value heads against one chunk of context, in blocks of 16 tokens.
+// A block holds its heads side by side, [groups][16][head_dim].
 struct Chunk {
     DType type;
+    bool round_x;  // queries and weights may be rounded to bf16
     int head_dim;
     int blocks;
-    const void* keys[kChunkBlocks];  // [16][head_dim] each
+    int groups;            // key/value heads
+    const void* keys[kChunkBlocks];
     const void* values[kChunkBlocks];
-    const float* key_scales[kChunkBlocks];  // [16] each, of the tokens; for 8 bits only
+    const float* key_scales[kChunkBlocks];  // [groups][16], of the tokens; for 8 bits only
     const float* value_scales[kChunkBlocks];
-    int next_blocks;  // of the chunk that this thread computes next: its keys are fetched meanwhile
-    const void* next_keys[kChunkBlocks];
-    int vectors;
-    const float* queries;  // [vectors][head_dim], scaled
-    int first[kMaxVectors], last[kMaxVectors];  // tokens of the chunk that a vector sees
+    // What is read after this chunk's keys and values by the same thread. Main memory is fast where
+    // whole blocks are read one after another: while one is used, that some places later is fetched.
+    const void* next[2 * kChunkBlocks];
+    int num_next;
+    int vectors;           // of each group, kMaxVectors in all
+    const float* queries;  // [groups][vectors][head_dim], scaled
+    int first[kMaxVectors], last[kMaxVectors];  // tokens of the chunk that a group's vector sees
 };
 
-// Softmax-weighted values of a chunk: largest score, sum of weights, weighted sum [vectors][head_dim].
+// Softmax-weighted values of a chunk, for all vectors of all groups: largest score, sum of weights,
+// weighted sum [groups][vectors][head_dim].
 struct Attended {
     float* largest;
     float* sum;
@@ -141,8 +147,8 @@ struct Kernels {
 
 inline size_t attend_scratch(int head_dim) {
     const size_t wide = static_cast<size_t>(round_up(head_dim, kPanel));
-    // Widened values, two panels of keys, scores, packed queries, padded sums, one tile's scores.
-    return sizeof(float) * (kChunk * wide + 2 * kPanel * wide + kMaxVectors * kChunk +
+    // A widened block, two panels of keys, scores, packed queries, padded sums, one tile's scores.
+    return sizeof(float) * (kPanel * wide + 2 * kPanel * wide + kMaxVectors * kChunk +
                             kMaxVectors * (2 * wide + 2) + kMaxRows * 2 * kPanel);
 }
 

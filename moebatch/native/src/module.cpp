@@ -117,7 +117,7 @@ NB_MODULE(_kernels, m) {
                 int64_t groups, int64_t head_dim, uintptr_t q, int64_t q_stride, uintptr_t out,
                 int64_t out_stride, int64_t rows, uintptr_t sequences, uintptr_t lengths,
                 uintptr_t tables, int64_t table_stride, int64_t window, uintptr_t sinks,
-                float scale) {
+                float scale, bool bf16_x) {
                  if (groups < 1 || heads % groups || heads / groups > kMaxVectors)
                      throw std::invalid_argument("too many query heads for a key/value head");
                  nb::gil_scoped_release free;
@@ -126,11 +126,12 @@ NB_MODULE(_kernels, m) {
                            head_dim, at<const float>(q), q_stride, at<float>(out), out_stride, rows,
                            at<const int64_t>(sequences), at<const int64_t>(lengths),
                            at<const int32_t>(tables), table_stride, window,
-                           at<const float>(sinks), scale});
+                           at<const float>(sinks), scale, bf16_x});
              },
              "type"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "heads"_a, "groups"_a, "head_dim"_a, "q"_a,
              "q_stride"_a, "out"_a, "out_stride"_a, "rows"_a, "sequences"_a, "lengths"_a,
-             "tables"_a, "table_stride"_a, "window"_a = 0, "sinks"_a = 0, "scale"_a = 1.0f)
+             "tables"_a, "table_stride"_a, "window"_a = 0, "sinks"_a = 0, "scale"_a = 1.0f,
+             "bf16_x"_a = false)
         .def("pack",
              [](Runner& r, uintptr_t weights, DType type, int64_t outputs, int64_t inputs,
                 int64_t stride, uintptr_t packed) {
