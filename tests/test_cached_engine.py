@@ -109,8 +109,8 @@ def test_random_cases_with_random_delays(part, odd_model, poisoned, monkeypatch)
     """
     steps = PageReader.steps
 
-    def slow_steps(reader, plan, buffer):
-        for step in steps(reader, plan, buffer):
+    def slow_steps(reader, plan, buffer, **how):
+        for step in steps(reader, plan, buffer, **how):
             if rng.random() < 0.1:
                 time.sleep(rng.random() * longest)
             yield step
@@ -171,12 +171,12 @@ def test_a_disk_that_fails_ends_the_run(odd_model, monkeypatch) -> None:
     """What the reader's thread raises comes out of the caller's."""
     read, left = Checkpoint.read_into, 40
 
-    def failing(checkpoint, entry, buffer):
+    def failing(checkpoint, entry, buffer, **how):
         nonlocal left
         left -= "experts" in entry.name
         if left < 0:
             raise ModelError("the disk is gone")
-        read(checkpoint, entry, buffer)
+        read(checkpoint, entry, buffer, **how)
 
     with open_engine(odd_model, POLICY, regime="cache", expert_slots=3) as engine:
         monkeypatch.setattr(Checkpoint, "read_into", failing)
@@ -187,7 +187,7 @@ def test_a_disk_that_fails_ends_the_run(odd_model, monkeypatch) -> None:
 def test_an_interrupt_ends_the_wait_for_an_expert(odd_model, monkeypatch) -> None:
     stopped = False
 
-    def never(reader, plan, buffer):
+    def never(reader, plan, buffer, **how):
         nonlocal stopped
         stopped = True
         time.sleep(0.5)

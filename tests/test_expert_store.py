@@ -18,9 +18,9 @@ def gate(monkeypatch):
     """Reading waits until the event is set."""
     steps, event = PageReader.steps, threading.Event()
 
-    def gated(reader, plan, buffer):
+    def gated(reader, plan, buffer, **how):
         assert event.wait(10)
-        yield from steps(reader, plan, buffer)
+        yield from steps(reader, plan, buffer, **how)
 
     monkeypatch.setattr(PageReader, "steps", gated)
     yield event

@@ -1,19 +1,24 @@
 """Safetensors files on disk -> named byte ranges, read in place.
 
-Nothing is mapped and nothing is copied: `read_into` fills a buffer of the caller's by pread, so the
-peak memory is the caller's to decide, and several threads may read at once.
+Nothing is mapped: `read_into` fills a buffer of the caller's by pread, so the peak memory is the
+caller's to decide, and several threads may read at once.
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, JSON header,
 data without gaps).
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from threading import local
 from typing import Any
 
+import numpy as np
+
 from moebatch.errors import ModelError
+from moebatch.model.direct_io import Extent, Stage
 from moebatch.model.families.parts import Part
 from moebatch.model.stored import Quantization, TensorEntry, check_part, quantization_of
 
@@ -28,6 +33,8 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "I64": ("int64", 8),
 }
 _MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
+# Less than this is better left to the system's cache, whatever else streams by.
+_LEAST_DIRECT = 256 << 10
 
 
 class Checkpoint:
@@ -43,6 +50,8 @@ class Checkpoint:
         self.quantization = quantization_of(read_json(config)) if known else Quantization()
         self._entries: dict[str, TensorEntry] = {}
         self._files: dict[Path, int] = {}
+        self._direct: dict[Path, int | None] = {}  # opened so, when first read; None: not possible
+        self._stages = local()
         paths = _weight_files(directory)
         for path in paths:
             self._entries |= {entry.name: entry for entry in _read_header(path)}
@@ -78,42 +87,87 @@ class Checkpoint:
         for part in parts:
             check_part(self, part)
 
-    def read_into(self, entry: TensorEntry, buffer: memoryview) -> None:
+    def read_into(self, entry: TensorEntry, buffer: memoryview, *, cached: bool = True,
+                  following: TensorEntry | None = None) -> None:  # fmt: skip
         """Fill `buffer` (exactly entry.num_bytes bytes) from the file.
 
+        Bytes that are not to be `cached` do not stay in the system's page cache: weights that are
+        streamed come again and again and would only push other memory out. `following` is what the
+        same thread reads next; its first bytes may be fetched already.
         Raises: ModelError when the file ends early or cannot be read.
         """
         assert len(buffer) == entry.num_bytes, (len(buffer), entry.num_bytes)
+        if cached or entry.num_bytes < _LEAST_DIRECT:
+            self._read_cached(entry, buffer)
+        elif not self._read_direct(entry, buffer, following):
+            self._read_cached(entry, buffer)
+            self._forget(entry)
+
+    def _read_direct(self, entry: TensorEntry, buffer: memoryview,
+                     following: TensorEntry | None) -> bool:  # fmt: skip
+        """Whether the file system could read past its cache."""
+        extent = self._extent(entry)
+        if extent is None:
+            return False
+        then = None
+        if following is not None and following.num_bytes >= _LEAST_DIRECT:
+            then = self._extent(following)
+        if not hasattr(self._stages, "stage"):
+            self._stages.stage = Stage()
+        try:
+            self._stages.stage.read(extent, np.frombuffer(buffer, dtype=np.uint8), then)
+        except EOFError:
+            raise _cut_off(entry) from None
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                self._direct[entry.path] = None
+                return False
+            raise ModelError(f"cannot read {entry.path}: {error.strerror}") from error
+        return True
+
+    def _extent(self, entry: TensorEntry) -> Extent | None:
+        if entry.path not in self._direct:
+            try:
+                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except (AttributeError, OSError):  # the system has no such flag, or the file system
+                fd = None
+            self._direct[entry.path] = fd
+        fd = self._direct[entry.path]
+        return None if fd is None else Extent(fd, entry.offset, entry.num_bytes)
+
+    def _read_cached(self, entry: TensorEntry, buffer: memoryview) -> None:
         fd, done = self._files[entry.path], 0
         try:
             while done < entry.num_bytes:
                 count = os.preadv(fd, [buffer[done:]], entry.offset + done)
                 if count == 0:
-                    raise ModelError(f"{entry.path} ends inside tensor {entry.name}",
-                                     hint="the file was cut off; fetch it again")  # fmt: skip
+                    raise _cut_off(entry)
                 done += count
         except OSError as error:
             raise ModelError(f"cannot read {entry.path}: {error.strerror}") from error
 
-    def forget(self, entry: TensorEntry) -> None:
-        """Tell the kernel not to keep these bytes in its page cache.
-
-        Streamed weights are read cyclically, so the cache would only push other memory out.
-        """
+    def _forget(self, entry: TensorEntry) -> None:
         fd = self._files[entry.path]
         os.posix_fadvise(fd, entry.offset, entry.num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close all files."""
-        for fd in self._files.values():
-            os.close(fd)
+        for fd in (*self._files.values(), *self._direct.values()):
+            if fd is not None:
+                os.close(fd)
         self._files.clear()
+        self._direct.clear()
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _cut_off(entry: TensorEntry) -> ModelError:
+    return ModelError(f"{entry.path} ends inside tensor {entry.name}",
+                      hint="the file was cut off; fetch it again")  # fmt: skip
 
 
 def _weight_files(directory: Path) -> list[Path]:

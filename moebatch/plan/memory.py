@@ -25,6 +25,7 @@ _PRODUCT_BYTES, _PRODUCTS = 200 << 10, 1024
 _MAX_GATHER = 64 << 20  # bytes of keys and values that one attention call brings together
 _LOGIT_COPIES = 5  # logits, their filtered and sorted forms, float64 probabilities
 MAX_LOGIT_ROWS = 128
+STAGED_BYTES = 14 << 20  # where the blocks of the disk arrive that a thread reads (model/direct_io)
 LOADERS = 2  # threads that read and pack resident pages: more would cost a page of memory each
 
 
@@ -62,10 +63,11 @@ def attention_page_bytes(spec: ModelSpec) -> int:
     return spec.largest_base_params * DTYPE_BYTES[spec.weight_dtype] + spec.float_params * FLOAT
 
 
-def loading_bytes(spec: ModelSpec, page_bytes: Amount) -> Amount:
+def loading_bytes(spec: ModelSpec, page_bytes: Amount, held: Amount) -> Amount:
     """What LOADERS threads hold while they pack pages: a staging buffer and a float32 copy each.
 
-    The LM head is packed alone, before any page: its float32 copy and its bytes as read.
+    The LM head is packed alone, before there are pages and their `held` bytes: its float32 copy and
+    its bytes as read.
     """
     widest = max(2 * spec.expert_size, 2 * spec.dense_size, 2 * spec.shared_size, spec.qkv_rows)
     matrix = widest * spec.hidden_size * FLOAT
@@ -73,7 +75,7 @@ def loading_bytes(spec: ModelSpec, page_bytes: Amount) -> Amount:
     pages = np.where(
         np.asarray(page_bytes) > 0, LOADERS * (page_bytes + matrix + decoding_bytes(spec)), 0
     )
-    return np.maximum(pages, 0 if spec.tie_embeddings else head)
+    return np.maximum(pages, 0 if spec.tie_embeddings else head - held)
 
 
 def decoding_bytes(spec: ModelSpec) -> int:
@@ -172,13 +174,15 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, mic
     slot = np.where(attention_pages < spec.num_layers, max(expert, attention), expert)
     staged = np.maximum(expert * (expert_pages > 0), attention * (attention_pages > 0))
     streamed = spec.num_layers + spec.num_expert_pages - attention_pages - expert_pages
+    reading = STAGED_BYTES + decoding_bytes(spec) + (0 if native else _stream_work(spec))
+    resident = np.ceil(attention_pages * mean) + expert_pages * expert
+    buffer = np.minimum(page_slots, streamed) * slot + np.where(streamed > 0, reading, 0)
     return MemoryPlan(
         base=base_bytes,
         vocabulary=vocabulary_bytes(spec),
-        resident_weights=np.ceil(attention_pages * mean) + expert_pages * expert,
-        page_buffer=np.minimum(page_slots, streamed) * slot
-        + np.where(streamed > 0, decoding_bytes(spec) + (0 if native else _stream_work(spec)), 0),
-        loading=loading_bytes(spec, staged),
+        resident_weights=resident,
+        page_buffer=buffer,
+        loading=loading_bytes(spec, staged, resident + buffer),
         kv_cache=kv_cache_bytes(
             spec,
             kv_blocks=kv_blocks,

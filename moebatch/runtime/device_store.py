@@ -245,8 +245,7 @@ class DeviceStore:
             where = (layer, unit.index)
             if self._last_read is None or self._last_read[0] != where:
                 memory = _host_bytes(unit.end - unit.start)
-                self._reader.read(self._plans[where], memory)
-                self._reader.forget(self._plans[where])
+                self._reader.read(self._plans[where], memory, cached=False)
                 self._last_read = (where, memory)
             source = self._last_read[1][begin - unit.start : end - unit.start]
             out[begin - first : end - first].copy_(source)

@@ -7,10 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from moebatch.model.direct_io import Extent, Stage
+
 _PAGE = 16 << 20
-_PAGES = 16
+_PAGES = 32
+_ENOUGH_S = 0.6
 _MATRIX = 1024
 
 
@@ -23,38 +27,47 @@ def disk_bandwidth(directory: Path) -> float:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return _read_rate(file.fileno())
+        return file_bandwidth(Path(file.name))
 
 
 def file_bandwidth(path: Path) -> float:
-    """The same for a file that is there already, such as a checkpoint; reads 256 MiB of it at most."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return _read_rate(descriptor)
-    finally:
-        os.close(descriptor)
+    """The same for a file that is there already, such as a checkpoint; reads 512 MiB of it at most.
 
-
-def _read_rate(descriptor: int) -> float:
-    """Pages from all over the file: one part may lie in some cache below the operating system's.
-
+    Pages are from all over the file: one part may lie in some cache below the operating system's.
     They are read while all cores multiply, as in a pass: a reader alone would be faster.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
-        reading = pool.submit(_read_pages, descriptor)
+        reading = pool.submit(_read_pages, path)
         matrix = torch.randn(_MATRIX, _MATRIX)
         while not reading.done():
             torch.mm(matrix, matrix)
         return reading.result()
 
 
-def _read_pages(descriptor: int) -> float:
-    buffer = memoryview(bytearray(_PAGE))
+def _read_pages(path: Path) -> float:
+    try:
+        return _read_rate(path, direct=True)
+    except (AttributeError, OSError):  # not on this system, or not in this file system
+        return _read_rate(path, direct=False)
+
+
+def _read_rate(path: Path, *, direct: bool) -> float:
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    descriptor, stage = os.open(path, flags), Stage()
     drop = getattr(os, "posix_fadvise", None)
-    if drop is not None:
-        drop(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    pages = max(1, os.fstat(descriptor).st_size // _PAGE)
-    start, done = time.perf_counter(), 0
-    for page in sorted(random.sample(range(pages), min(pages, _PAGES))):
-        done += os.preadv(descriptor, [buffer], page * _PAGE)
-    return max(done, 1) / (time.perf_counter() - start)
+    try:
+        if not direct and drop is not None:
+            drop(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(descriptor).st_size
+        page = min(size, _PAGE)
+        extents = [Extent(descriptor, start, page) for start in range(0, size - page + 1, page)]
+        target, done = np.empty(page, dtype=np.uint8), 0
+        start = time.perf_counter()
+        for extent in random.sample(extents, min(len(extents), _PAGES)):
+            stage.read(extent, target)
+            done += page
+            if time.perf_counter() - start > _ENOUGH_S:
+                break
+        return max(done, 1) / (time.perf_counter() - start)
+    finally:
+        os.close(descriptor)

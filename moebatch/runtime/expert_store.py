@@ -296,10 +296,9 @@ class ExpertStore:
         """Fill an expert's buffer; whether all of it came."""
         assert held.buffer is not None
         plan, start = self._plans[held.which], time.perf_counter()
-        for _ in self._reader.steps(plan, held.buffer):
+        for _ in self._reader.steps(plan, held.buffer, cached=False):
             if held.cancelled:
                 return False
-        self._reader.forget(plan)
         layer, expert = held.which
         task = Task(Op.LOAD_PAGE, Lane.DISK, layer, page=expert + 1)
         span = Span(task, start, time.perf_counter())

@@ -84,30 +84,33 @@ class PageReader:
             end = -(-one.end // _ALIGN) * _ALIGN
         return PagePlan(parts=tuple(planned), num_bytes=end)
 
-    def read(self, plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
+    def read(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True) -> dict[str, Tensor]:
         """Read a page into a byte buffer that is large enough; views of it.
 
+        What is not to be `cached` does not stay in the system's cache of the files.
         Raises: ModelError when a file cannot be read.
         """
-        for _ in self.steps(plan, buffer):
+        for _ in self.steps(plan, buffer, cached=cached):
             pass
         return self.views(plan, buffer)
 
-    def steps(self, plan: PagePlan, buffer: Tensor) -> Iterator[None]:
+    def steps(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True) -> Iterator[None]:
         """The same, one source after the other: who reads may stop between them.
 
         Raises: ModelError when a file cannot be read.
         """
         memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
-        for part in plan.parts:
-            for fill in part.fills:
-                self.bytes_read += fill.stored.num_bytes
-                if fill.as_it_lies:
-                    target = memory[fill.begin : fill.end]
-                    self._checkpoint.read_into(fill.stored.entries[0], target)
-                else:
-                    self._decode(fill, tensors[part.name][fill.first : fill.last])
-                yield
+        sources = [(part.name, fill) for part in plan.parts for fill in part.fills]
+        for (name, fill), (_, after) in zip(sources, [*sources[1:], (None, None)], strict=True):
+            self.bytes_read += fill.stored.num_bytes
+            if fill.as_it_lies:
+                self._checkpoint.read_into(
+                    fill.stored.entries[0], memory[fill.begin : fill.end], cached=cached,
+                    following=None if after is None else after.stored.entries[0],
+                )  # fmt: skip
+            else:
+                self._decode(fill, tensors[name][fill.first : fill.last], cached=cached)
+            yield
 
     @staticmethod
     def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
@@ -116,13 +119,6 @@ class PageReader:
             part.name: buffer[part.begin : part.end].view(part.dtype).view(part.shape)
             for part in plan.parts
         }
-
-    def forget(self, plan: PagePlan) -> None:
-        """Let the kernel drop a page's bytes from its cache of the files."""
-        for part in plan.parts:
-            for fill in part.fills:
-                for entry in fill.stored.entries:
-                    self._checkpoint.forget(entry)
 
     def _plan_part(self, part: Part, begin: int) -> _PlannedPart:
         found = [locate(self._checkpoint, source) for source in part.sources]
@@ -146,12 +142,12 @@ class PageReader:
         return _PlannedPart(name=part.name, shape=part.shape, dtype=dtype, begin=begin,
                             end=begin + count * dtype.itemsize, fills=tuple(fills))  # fmt: skip
 
-    def _decode(self, fill: _Fill, out: Tensor) -> None:
+    def _decode(self, fill: _Fill, out: Tensor, *, cached: bool) -> None:
         """Read a source that is quantised or laid out otherwise, by way of memory of its own."""
         raw = []
         for entry in fill.stored.entries:
             tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-            self._checkpoint.read_into(entry, _bytes_of(tensor))
+            self._checkpoint.read_into(entry, _bytes_of(tensor), cached=cached)
             raw.append(tensor)
         matrix = decode(fill.stored, raw, self._checkpoint.quantization)
         arrange(out, matrix, fill.stored.arrangement(fill.layout))

@@ -100,8 +100,7 @@ class WeightStore:
         """Fill a free slot with a streamed page. Runs on the reader's thread."""
         where = (layer, page)
         slot, plan = self._free_slots.popleft(), self._plans[where]
-        tensors = self._reader.read(plan, slot)
-        self._reader.forget(plan)
+        tensors = self._reader.read(plan, slot, cached=False)
         self._slot_of[where] = slot
         self._pages[where] = {name: self.view(name, tensor) for name, tensor in tensors.items()}
 

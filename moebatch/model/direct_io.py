@@ -1,0 +1,108 @@
+"""Reading past the operating system's page cache, for bytes that would only push others out of it.
+
+Whole blocks go into memory of our own on huge pages, so that the disk gets few, large requests, and
+from there to where they belong; meanwhile the next piece is on its way. Measured on a virtual disk:
+1.9 to 2.1 GB/s in any order; reads through the cache made 0.8 to 1.0 out of order, 1.9 in order.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+_PIECE, _PIECES = 4 << 20, 3
+STAGED_BYTES = _PIECE * _PIECES  # of each thread that reads
+_BLOCK = 4096  # what offsets, lengths and addresses are multiples of; every disk's block divides it
+_HUGE = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + num_bytes) of a file that was opened with O_DIRECT."""
+
+    fd: int
+    offset: int
+    num_bytes: int
+
+    def pieces(self) -> Iterator["Extent"]:
+        """Cut where blocks of the file begin, each piece as large as can be staged."""
+        start, end = self.offset, self.offset + self.num_bytes
+        while start < end:
+            stop = min(end, start // _BLOCK * _BLOCK + _PIECE)
+            yield Extent(self.fd, start, stop - start)
+            start = stop
+
+
+class _Pending(NamedTuple):
+    piece: Extent
+    memory: np.ndarray
+    filled: "Future[np.ndarray]"
+
+
+class Stage:
+    """Some pieces of memory: while one is copied the others are filled. For one thread."""
+
+    def __init__(self) -> None:
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared gets no huge pages
+        self._memory = mmap.mmap(-1, STAGED_BYTES + _HUGE, flags=private)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._memory, dtype=np.uint8)
+        start = -whole.ctypes.data % _HUGE
+        self._free = deque(
+            whole[start + k * _PIECE : start + (k + 1) * _PIECE] for k in range(_PIECES)
+        )
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moebatch-read")
+        self._pending: deque[_Pending] = deque()
+
+    def read(self, extent: Extent, target: np.ndarray, following: Extent | None = None) -> None:
+        """Fill `target` [num_bytes]; of `following`, what is asked for next, some pieces are begun.
+
+        Raises: OSError as the system does (EINVAL where the file system reads in no such way);
+        EOFError when the file ends early.
+        """
+        after = iter(()) if following is None else following.pieces()
+        wanted = chain(extent.pieces(), after)
+        self._keep_if_wanted(extent)
+        for _ in self._pending:  # begun when this was what follows
+            next(wanted)
+        done = 0
+        while done < extent.num_bytes:
+            while self._free and (piece := next(wanted, None)) is not None:
+                memory = self._free.popleft()
+                filled = self._reader.submit(_fill, piece, memory)
+                self._pending.append(_Pending(piece, memory, filled))
+            first = self._pending.popleft()
+            self._free.append(first.memory)  # it is not filled again before it has been copied
+            found = first.filled.result()
+            np.copyto(target[done : done + found.size], found)
+            done += found.size
+
+    def _keep_if_wanted(self, extent: Extent) -> None:
+        """Pieces that were begun are the first of what follows; who asked may have gone another way."""
+        if self._pending and self._pending[0].piece == next(extent.pieces(), None):
+            return
+        while self._pending:
+            left = self._pending.popleft()
+            left.filled.exception()  # wait: its memory is being written
+            self._free.append(left.memory)
+
+
+def _fill(piece: Extent, memory: np.ndarray) -> np.ndarray:
+    """Read the blocks that hold a piece; the piece itself."""
+    start = piece.offset // _BLOCK * _BLOCK
+    skip = piece.offset - start
+    wanted, done = skip + piece.num_bytes, 0
+    blocks = memory[: -(-wanted // _BLOCK) * _BLOCK]
+    while done < wanted:
+        count = os.preadv(piece.fd, [blocks[done:].data], start + done)
+        if count == 0:
+            raise EOFError
+        done += count
+    return memory[skip:wanted]
