@@ -140,7 +140,7 @@ def test_a_disk_that_fails_says_so(large, monkeypatch) -> None:
 
 
 def test_small_tensors_stay_in_the_cache(large, monkeypatch) -> None:
-    monkeypatch.setattr(checkpoints, "_LEAST_DIRECT", 1 << 40)
+    monkeypatch.setattr(checkpoints, "LEAST_DIRECT", 1 << 40)
     with Checkpoint(large[0]) as checkpoint:
         assert _same(checkpoint, large[1], cached=False)
         assert not checkpoint._direct

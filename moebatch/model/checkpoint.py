@@ -34,7 +34,7 @@ _DTYPES: dict[str, tuple[str, int]] = {
 }
 _MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 # Less than this is better left to the system's cache, whatever else streams by.
-_LEAST_DIRECT = 256 << 10
+LEAST_DIRECT = 256 << 10
 
 
 class Checkpoint:
@@ -97,7 +97,7 @@ class Checkpoint:
         Raises: ModelError when the file ends early or cannot be read.
         """
         assert len(buffer) == entry.num_bytes, (len(buffer), entry.num_bytes)
-        if cached or entry.num_bytes < _LEAST_DIRECT:
+        if cached or entry.num_bytes < LEAST_DIRECT:
             self._read_cached(entry, buffer)
         elif not self._read_direct(entry, buffer, following):
             self._read_cached(entry, buffer)
@@ -110,7 +110,7 @@ class Checkpoint:
         if extent is None:
             return False
         then = None
-        if following is not None and following.num_bytes >= _LEAST_DIRECT:
+        if following is not None and following.num_bytes >= LEAST_DIRECT:
             then = self._extent(following)
         if not hasattr(self._stages, "stage"):
             self._stages.stage = Stage()

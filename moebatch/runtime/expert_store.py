@@ -296,7 +296,9 @@ class ExpertStore:
         """Fill an expert's buffer; whether all of it came."""
         assert held.buffer is not None
         plan, start = self._plans[held.which], time.perf_counter()
-        for _ in self._reader.steps(plan, held.buffer, cached=False):
+        with self._changed:
+            after = self._plans[self._demands[0].which] if self._demands else None
+        for _ in self._reader.steps(plan, held.buffer, cached=False, following=after):
             if held.cancelled:
                 return False
         layer, expert = held.which

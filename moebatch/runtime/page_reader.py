@@ -3,17 +3,18 @@
 What goes where is planned once; a page that is streamed is read by its plan in every pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from moebatch.model.checkpoint import Checkpoint
+from moebatch.model.checkpoint import LEAST_DIRECT, Checkpoint
 from moebatch.model.families.parts import Layout, Part
 from moebatch.model.quant import arrange, decode
-from moebatch.model.stored import Stored, locate
+from moebatch.model.stored import Stored, TensorEntry, locate
 
 _ALIGN = 64  # a cache line; also the widest SIMD load
 _TORCH_DTYPES = {
@@ -63,6 +64,12 @@ class PagePlan:
     parts: tuple[_PlannedPart, ...]
     num_bytes: int
 
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """What is read, in this order."""
+        fills = (fill for part in self.parts for fill in part.fills)
+        return tuple(entry for fill in fills for entry in fill.stored.entries)
+
 
 class PageReader:
     """Plans and reads pages; several threads may read at once."""
@@ -84,33 +91,40 @@ class PageReader:
             end = -(-one.end // _ALIGN) * _ALIGN
         return PagePlan(parts=tuple(planned), num_bytes=end)
 
-    def read(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True) -> dict[str, Tensor]:
+    def read(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True,
+             following: PagePlan | None = None) -> dict[str, Tensor]:  # fmt: skip
         """Read a page into a byte buffer that is large enough; views of it.
 
-        What is not to be `cached` does not stay in the system's cache of the files.
+        What is not to be `cached` does not stay in the system's cache of the files. Of the page that
+        the same thread reads next, `following`, some bytes may be fetched already.
         Raises: ModelError when a file cannot be read.
         """
-        for _ in self.steps(plan, buffer, cached=cached):
+        for _ in self.steps(plan, buffer, cached=cached, following=following):
             pass
         return self.views(plan, buffer)
 
-    def steps(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True) -> Iterator[None]:
+    def steps(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True,
+              following: PagePlan | None = None) -> Iterator[None]:  # fmt: skip
         """The same, one source after the other: who reads may stop between them.
 
         Raises: ModelError when a file cannot be read.
         """
         memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
-        sources = [(part.name, fill) for part in plan.parts for fill in part.fills]
-        for (name, fill), (_, after) in zip(sources, [*sources[1:], (None, None)], strict=True):
-            self.bytes_read += fill.stored.num_bytes
-            if fill.as_it_lies:
-                self._checkpoint.read_into(
-                    fill.stored.entries[0], memory[fill.begin : fill.end], cached=cached,
-                    following=None if after is None else after.stored.entries[0],
-                )  # fmt: skip
-            else:
-                self._decode(fill, tensors[name][fill.first : fill.last], cached=cached)
-            yield
+        coming = deque(plan.entries + (() if following is None else following.entries))
+
+        def fill_in(entry: TensorEntry, target: memoryview) -> None:
+            coming.popleft()
+            after = next((one for one in coming if one.num_bytes >= LEAST_DIRECT), None)
+            self._checkpoint.read_into(entry, target, cached=cached, following=after)
+
+        for part in plan.parts:
+            for fill in part.fills:
+                self.bytes_read += fill.stored.num_bytes
+                if fill.as_it_lies:
+                    fill_in(fill.stored.entries[0], memory[fill.begin : fill.end])
+                else:
+                    self._decode(fill, tensors[part.name][fill.first : fill.last], fill_in)
+                yield
 
     @staticmethod
     def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
@@ -142,12 +156,13 @@ class PageReader:
         return _PlannedPart(name=part.name, shape=part.shape, dtype=dtype, begin=begin,
                             end=begin + count * dtype.itemsize, fills=tuple(fills))  # fmt: skip
 
-    def _decode(self, fill: _Fill, out: Tensor, *, cached: bool) -> None:
+    def _decode(self, fill: _Fill, out: Tensor,
+                fill_in: Callable[[TensorEntry, memoryview], None]) -> None:  # fmt: skip
         """Read a source that is quantised or laid out otherwise, by way of memory of its own."""
         raw = []
         for entry in fill.stored.entries:
             tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-            self._checkpoint.read_into(entry, _bytes_of(tensor), cached=cached)
+            fill_in(entry, _bytes_of(tensor))
             raw.append(tensor)
         matrix = decode(fill.stored, raw, self._checkpoint.quantization)
         arrange(out, matrix, fill.stored.arrangement(fill.layout))

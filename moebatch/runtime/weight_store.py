@@ -67,9 +67,14 @@ class WeightStore:
         self._base_ffns: dict[int, BaseFFN] = {}
         self._slot_of: dict[Where, Tensor] = {}
         self._plans = {w: self._reader.plan(self._parts(w)) for w in table.streamed}
-        slot_bytes = max((plan.num_bytes for plan in self._plans.values()), default=0)
-        slots = min(page_slots, len(table.streamed))
+        self._make_buffer(page_slots)
+
+    def _make_buffer(self, page_slots: int) -> None:
+        streamed = self._table.streamed
+        slot_bytes = max((self._plans[where].num_bytes for where in streamed), default=0)
+        slots = min(page_slots, len(streamed))
         self._free_slots = deque(_buffer(slot_bytes) for _ in range(slots))
+        self._after = dict(zip(streamed, (*streamed[1:], *streamed[:1]), strict=True))
 
     @property
     def bytes_read(self) -> int:
@@ -100,7 +105,8 @@ class WeightStore:
         """Fill a free slot with a streamed page. Runs on the reader's thread."""
         where = (layer, page)
         slot, plan = self._free_slots.popleft(), self._plans[where]
-        tensors = self._reader.read(plan, slot, cached=False)
+        after = self._plans[self._after[where]]
+        tensors = self._reader.read(plan, slot, cached=False, following=after)
         self._slot_of[where] = slot
         self._pages[where] = {name: self.view(name, tensor) for name, tensor in tensors.items()}
 
@@ -129,9 +135,7 @@ class WeightStore:
             del self._pages[(layer, expert + 1)]
         self._experts.clear()
         self._table = table
-        slot_bytes = max((self._plans[where].num_bytes for where in table.streamed), default=0)
-        slots = min(page_slots, len(table.streamed))
-        self._free_slots = deque(_buffer(slot_bytes) for _ in range(slots))
+        self._make_buffer(page_slots)
         return experts
 
     def attention(self, layer: int) -> AttentionWeights:
