@@ -169,17 +169,17 @@ def test_a_profile_decides_what_is_loaded_first(odd_model) -> None:
 
 def test_a_disk_that_fails_ends_the_run(odd_model, monkeypatch) -> None:
     """What the reader's thread raises comes out of the caller's."""
-    read, left = Checkpoint.read_into, 40
+    read, left = Checkpoint.read_run, 40
 
-    def failing(checkpoint, entry, buffer, **how):
+    def failing(checkpoint, run, buffers, **how):
         nonlocal left
-        left -= "experts" in entry.name
+        left -= sum("experts" in entry.name for entry in run)
         if left < 0:
             raise ModelError("the disk is gone")
-        read(checkpoint, entry, buffer, **how)
+        read(checkpoint, run, buffers, **how)
 
     with open_engine(odd_model, POLICY, regime="cache", expert_slots=3) as engine:
-        monkeypatch.setattr(Checkpoint, "read_into", failing)
+        monkeypatch.setattr(Checkpoint, "read_run", failing)
         with pytest.raises(ModelError, match="the disk is gone"):
             list(engine.run(random_requests(random.Random(1), 4)))
 

@@ -59,8 +59,8 @@ def test_equals_plain_reads(file, data, announced) -> None:
             following = extents[k + 1] if k + 1 < len(extents) else None
         elif announced == "something else":
             following = extents[-k]
-        target = np.zeros(extent.num_bytes, dtype=np.uint8)
-        stage.read(extent, target, following)
+        target, cut = np.zeros(extent.num_bytes, dtype=np.uint8), extent.num_bytes * k // 60
+        stage.read(extent, [target[:cut], target[cut:]], following)
         assert np.array_equal(target, data[extent.offset : extent.offset + extent.num_bytes])
 
 
@@ -71,7 +71,7 @@ def test_the_planner_counts_what_is_staged() -> None:
 def test_threads_read_beside_each_other(file, data) -> None:
     def read(extent):
         target = np.zeros(extent.num_bytes, dtype=np.uint8)
-        Stage().read(extent, target)
+        Stage().read(extent, [target])
         return np.array_equal(target, data[extent.offset : extent.offset + extent.num_bytes])
 
     with ThreadPoolExecutor(4) as pool:
@@ -80,7 +80,7 @@ def test_threads_read_beside_each_other(file, data) -> None:
 
 def test_a_file_that_ends_early(file) -> None:
     with pytest.raises(EOFError):
-        Stage().read(Extent(file, SIZE - 10, 11), np.zeros(11, dtype=np.uint8))
+        Stage().read(Extent(file, SIZE - 10, 11), [np.zeros(11, dtype=np.uint8)])
 
 
 @pytest.fixture
@@ -106,6 +106,21 @@ def test_a_checkpoint_reads_the_same_past_the_cache(large) -> None:
         _open(large[0] / "model.safetensors")  # skips where that cannot be
         assert _same(checkpoint, large[1], cached=False)
         assert list(checkpoint._direct.values()) != [None]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_neighbours_are_read_at_once(large, cached) -> None:
+    """Up to a size; each goes where it belongs."""
+    tensors = large[1]
+    with Checkpoint(large[0]) as checkpoint:
+        runs = checkpoints.runs_of(checkpoint.entry(name) for name in tensors)
+        assert sorted(len(run) for run in runs) == [1, 1, 2]  # "c" is too large
+        for run in runs:
+            buffers = [bytearray(entry.num_bytes) for entry in run]
+            checkpoint.read_run(run, [memoryview(b) for b in buffers], cached=cached,
+                                following=runs[0])  # fmt: skip
+            for entry, buffer in zip(run, buffers, strict=True):
+                assert torch.frombuffer(buffer, dtype=torch.bfloat16).equal(tensors[entry.name])
 
 
 @pytest.mark.parametrize("refused", ["when opened", "when read"])
@@ -140,7 +155,7 @@ def test_a_disk_that_fails_says_so(large, monkeypatch) -> None:
 
 
 def test_small_tensors_stay_in_the_cache(large, monkeypatch) -> None:
-    monkeypatch.setattr(checkpoints, "LEAST_DIRECT", 1 << 40)
+    monkeypatch.setattr(checkpoints, "_LEAST_DIRECT", 1 << 40)
     with Checkpoint(large[0]) as checkpoint:
         assert _same(checkpoint, large[1], cached=False)
         assert not checkpoint._direct

@@ -9,7 +9,7 @@ data without gaps).
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from threading import local
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moebatch.errors import ModelError
-from moebatch.model.direct_io import Extent, Stage
+from moebatch.model.direct_io import LARGEST_REQUEST, Extent, Stage
 from moebatch.model.families.parts import Part
 from moebatch.model.stored import Quantization, TensorEntry, check_part, quantization_of
 
@@ -34,7 +34,34 @@ _DTYPES: dict[str, tuple[str, int]] = {
 }
 _MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 # Less than this is better left to the system's cache, whatever else streams by.
-LEAST_DIRECT = 256 << 10
+_LEAST_DIRECT = 256 << 10
+# Tensors that lie side by side in one file, in order.
+Run = Sequence[TensorEntry]
+
+
+def runs_of(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
+    """Entries in the order of the files, neighbours together that one request can bring."""
+    runs: list[list[TensorEntry]] = []
+    for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and (last.path, last.offset + last.num_bytes) == (entry.path, entry.offset)
+            and _bytes_of(runs[-1]) + entry.num_bytes <= LARGEST_REQUEST
+        ):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return runs
+
+
+def goes_direct(run: Run) -> bool:
+    """Whether a run that is not to be cached is read past the cache, if the file system can."""
+    return _bytes_of(run) >= _LEAST_DIRECT
+
+
+def _bytes_of(run: Run) -> int:
+    return sum(entry.num_bytes for entry in run)
 
 
 class Checkpoint:
@@ -88,52 +115,58 @@ class Checkpoint:
             check_part(self, part)
 
     def read_into(self, entry: TensorEntry, buffer: memoryview, *, cached: bool = True,
-                  following: TensorEntry | None = None) -> None:  # fmt: skip
-        """Fill `buffer` (exactly entry.num_bytes bytes) from the file.
+                  following: Run = ()) -> None:  # fmt: skip
+        """`read_run` of a single tensor."""
+        self.read_run((entry,), (buffer,), cached=cached, following=following)
+
+    def read_run(self, run: Run, buffers: Sequence[memoryview], *, cached: bool = True,
+                 following: Run = ()) -> None:  # fmt: skip
+        """Fill each buffer (exactly as many bytes as its entry has) from the file.
 
         Bytes that are not to be `cached` do not stay in the system's page cache: weights that are
         streamed come again and again and would only push other memory out. `following` is what the
         same thread reads next; its first bytes may be fetched already.
         Raises: ModelError when the file ends early or cannot be read.
         """
-        assert len(buffer) == entry.num_bytes, (len(buffer), entry.num_bytes)
-        if cached or entry.num_bytes < LEAST_DIRECT:
+        sizes = [len(buffer) for buffer in buffers]
+        assert sizes == [entry.num_bytes for entry in run], (sizes, run)
+        if not cached and goes_direct(run) and self._read_direct(run, buffers, following):
+            return
+        for entry, buffer in zip(run, buffers, strict=True):
             self._read_cached(entry, buffer)
-        elif not self._read_direct(entry, buffer, following):
-            self._read_cached(entry, buffer)
-            self._forget(entry)
+            if not cached and goes_direct(run):
+                self._forget(entry)
 
-    def _read_direct(self, entry: TensorEntry, buffer: memoryview,
-                     following: TensorEntry | None) -> bool:  # fmt: skip
+    def _read_direct(self, run: Run, buffers: Sequence[memoryview], following: Run) -> bool:
         """Whether the file system could read past its cache."""
-        extent = self._extent(entry)
+        extent = self._extent(run)
         if extent is None:
             return False
-        then = None
-        if following is not None and following.num_bytes >= LEAST_DIRECT:
-            then = self._extent(following)
         if not hasattr(self._stages, "stage"):
             self._stages.stage = Stage()
+        targets = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
+        then = self._extent(following) if goes_direct(following) else None
         try:
-            self._stages.stage.read(extent, np.frombuffer(buffer, dtype=np.uint8), then)
+            self._stages.stage.read(extent, targets, then)
         except EOFError:
-            raise _cut_off(entry) from None
+            raise _cut_off(run[-1]) from None
         except OSError as error:
             if error.errno == errno.EINVAL:
-                self._direct[entry.path] = None
+                self._direct[run[0].path] = None
                 return False
-            raise ModelError(f"cannot read {entry.path}: {error.strerror}") from error
+            raise ModelError(f"cannot read {run[0].path}: {error.strerror}") from error
         return True
 
-    def _extent(self, entry: TensorEntry) -> Extent | None:
-        if entry.path not in self._direct:
+    def _extent(self, run: Run) -> Extent | None:
+        path = run[0].path
+        if path not in self._direct:
             try:
-                fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             except (AttributeError, OSError):  # the system has no such flag, or the file system
                 fd = None
-            self._direct[entry.path] = fd
-        fd = self._direct[entry.path]
-        return None if fd is None else Extent(fd, entry.offset, entry.num_bytes)
+            self._direct[path] = fd
+        fd = self._direct[path]
+        return None if fd is None else Extent(fd, run[0].offset, _bytes_of(run))
 
     def _read_cached(self, entry: TensorEntry, buffer: memoryview) -> None:
         fd, done = self._files[entry.path], 0

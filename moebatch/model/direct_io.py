@@ -8,7 +8,7 @@ from there to where they belong; meanwhile the next piece is on its way. Measure
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 _PIECE, _PIECES = 4 << 20, 3
+LARGEST_REQUEST = _PIECE - (8 << 10)  # bytes at any offset that fit one piece
 STAGED_BYTES = _PIECE * _PIECES  # of each thread that reads
 _BLOCK = 4096  # what offsets, lengths and addresses are multiples of; every disk's block divides it
 _HUGE = 2 << 20
@@ -61,8 +62,11 @@ class Stage:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moebatch-read")
         self._pending: deque[_Pending] = deque()
 
-    def read(self, extent: Extent, target: np.ndarray, following: Extent | None = None) -> None:
-        """Fill `target` [num_bytes]; of `following`, what is asked for next, some pieces are begun.
+    def read(self, extent: Extent, targets: Sequence[np.ndarray],
+             following: Extent | None = None) -> None:  # fmt: skip
+        """Fill `targets`, num_bytes in all, one after another.
+
+        Of `following`, what is asked for next, some pieces are begun.
 
         Raises: OSError as the system does (EINVAL where the file system reads in no such way);
         EOFError when the file ends early.
@@ -81,7 +85,7 @@ class Stage:
             first = self._pending.popleft()
             self._free.append(first.memory)  # it is not filled again before it has been copied
             found = first.filled.result()
-            np.copyto(target[done : done + found.size], found)
+            _spread(found, targets, done)
             done += found.size
 
     def _keep_if_wanted(self, extent: Extent) -> None:
@@ -92,6 +96,16 @@ class Stage:
             left = self._pending.popleft()
             left.filled.exception()  # wait: its memory is being written
             self._free.append(left.memory)
+
+
+def _spread(found: np.ndarray, targets: Sequence[np.ndarray], done: int) -> None:
+    """Copy what comes after the first `done` bytes of all targets."""
+    begin = -done  # of a target, in what was found
+    for target in targets:
+        first, last = max(0, begin), min(found.size, begin + target.size)
+        if first < last:
+            np.copyto(target[first - begin : last - begin], found[first:last])
+        begin += target.size
 
 
 def _fill(piece: Extent, memory: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def _read_rate(path: Path, *, direct: bool) -> float:
         target, done = np.empty(page, dtype=np.uint8), 0
         start = time.perf_counter()
         for extent in random.sample(extents, min(len(extents), _PAGES)):
-            stage.read(extent, target)
+            stage.read(extent, [target])
             done += page
             if time.perf_counter() - start > _ENOUGH_S:
                 break

@@ -3,15 +3,14 @@
 What goes where is planned once; a page that is streamed is read by its plan in every pass.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from moebatch.model.checkpoint import LEAST_DIRECT, Checkpoint
+from moebatch.model.checkpoint import Checkpoint, goes_direct, runs_of
 from moebatch.model.families.parts import Layout, Part
 from moebatch.model.quant import arrange, decode
 from moebatch.model.stored import Stored, TensorEntry, locate
@@ -58,17 +57,21 @@ class _PlannedPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Sources that lie side by side in the file and go into the page as they are, or a single one."""
+
+    part: _PlannedPart  # of the single one
+    fills: tuple[_Fill, ...]
+    entries: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
     """All parts of a page, and the bytes that it takes in memory."""
 
     parts: tuple[_PlannedPart, ...]
     num_bytes: int
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """What is read, in this order."""
-        fills = (fill for part in self.parts for fill in part.fills)
-        return tuple(entry for fill in fills for entry in fill.stored.entries)
+    runs: tuple[_Run, ...]  # what is read at once, in this order
 
 
 class PageReader:
@@ -89,7 +92,7 @@ class PageReader:
             one = self._plan_part(part, end)
             planned.append(one)
             end = -(-one.end // _ALIGN) * _ALIGN
-        return PagePlan(parts=tuple(planned), num_bytes=end)
+        return PagePlan(parts=tuple(planned), num_bytes=end, runs=tuple(_runs(planned)))
 
     def read(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True,
              following: PagePlan | None = None) -> dict[str, Tensor]:  # fmt: skip
@@ -105,26 +108,22 @@ class PageReader:
 
     def steps(self, plan: PagePlan, buffer: Tensor, *, cached: bool = True,
               following: PagePlan | None = None) -> Iterator[None]:  # fmt: skip
-        """The same, one source after the other: who reads may stop between them.
+        """The same, one run of sources after the other: who reads may stop between them.
 
         Raises: ModelError when a file cannot be read.
         """
         memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
-        coming = deque(plan.entries + (() if following is None else following.entries))
-
-        def fill_in(entry: TensorEntry, target: memoryview) -> None:
-            coming.popleft()
-            after = next((one for one in coming if one.num_bytes >= LEAST_DIRECT), None)
-            self._checkpoint.read_into(entry, target, cached=cached, following=after)
-
-        for part in plan.parts:
-            for fill in part.fills:
-                self.bytes_read += fill.stored.num_bytes
-                if fill.as_it_lies:
-                    fill_in(fill.stored.entries[0], memory[fill.begin : fill.end])
-                else:
-                    self._decode(fill, tensors[part.name][fill.first : fill.last], fill_in)
-                yield
+        coming = [run.entries for run in (*plan.runs, *(following.runs if following else ()))]
+        for k, run in enumerate(plan.runs):
+            self.bytes_read += sum(fill.stored.num_bytes for fill in run.fills)
+            if run.fills[0].as_it_lies:
+                after = next((entries for entries in coming[k + 1 :] if goes_direct(entries)), ())
+                targets = [memory[fill.begin : fill.end] for fill in run.fills]
+                self._checkpoint.read_run(run.entries, targets, cached=cached, following=after)
+            else:
+                fill = run.fills[0]
+                self._decode(fill, tensors[run.part.name][fill.first : fill.last], cached=cached)
+            yield
 
     @staticmethod
     def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
@@ -156,16 +155,28 @@ class PageReader:
         return _PlannedPart(name=part.name, shape=part.shape, dtype=dtype, begin=begin,
                             end=begin + count * dtype.itemsize, fills=tuple(fills))  # fmt: skip
 
-    def _decode(self, fill: _Fill, out: Tensor,
-                fill_in: Callable[[TensorEntry, memoryview], None]) -> None:  # fmt: skip
+    def _decode(self, fill: _Fill, out: Tensor, *, cached: bool) -> None:
         """Read a source that is quantised or laid out otherwise, by way of memory of its own."""
         raw = []
         for entry in fill.stored.entries:
             tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-            fill_in(entry, _bytes_of(tensor))
+            self._checkpoint.read_into(entry, _bytes_of(tensor), cached=cached)
             raw.append(tensor)
         matrix = decode(fill.stored, raw, self._checkpoint.quantization)
         arrange(out, matrix, fill.stored.arrangement(fill.layout))
+
+
+def _runs(parts: Sequence[_PlannedPart]) -> Iterator[_Run]:
+    """All sources of a page: first those that can be read as they lie, by where they lie."""
+    fills = [(part, fill) for part in parts for fill in part.fills]
+    plain = {fill.stored.entries[0]: (part, fill) for part, fill in fills if fill.as_it_lies}
+    assert len(plain) == sum(fill.as_it_lies for _, fill in fills), "a tensor stands twice in a page"
+    for run in runs_of(plain):
+        yield _Run(part=plain[run[0]][0], fills=tuple(plain[entry][1] for entry in run),
+                   entries=tuple(run))  # fmt: skip
+    for part, fill in fills:
+        if not fill.as_it_lies:
+            yield _Run(part=part, fills=(fill,), entries=fill.stored.entries)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
