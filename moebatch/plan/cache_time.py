@@ -17,6 +17,9 @@ from moebatch.plan.memory import MemoryPlan, attention_page_bytes, host_memory
 from moebatch.plan.model_spec import ModelSpec
 
 Amount = Any
+# What reading on demand reaches of the disk's rate: a layer's first expert is not read ahead, and its
+# last one is packed while nothing is read. Measured with experts of 3 MB: 1.69 to 1.80 of 2.1 GB/s.
+_ON_DEMAND = 0.83
 STASH_BYTES = 16 << 20  # results of experts that wait for those before them
 
 
@@ -93,7 +96,8 @@ class CacheTime(HostTime):
         read = attention + missed * spec.stored_expert_bytes
         parts = {name: getattr(base, name) for name in HostPass.__slots__}
         per_layer = np.maximum(1.0, self.touched(load.tokens) / spec.num_layers)
-        return CachePass(**{**parts, "disk": read / self._disk}, last_expert=base.ffn / per_layer)
+        parts["disk"] = read / (self._disk * _ON_DEMAND)
+        return CachePass(**parts, last_expert=base.ffn / per_layer)
 
 
 def cache_memory(spec: ModelSpec, *, slots: Amount, attention_pages: Amount, page_slots: Amount,

@@ -1,21 +1,19 @@
-"""Measures the disk as the engine reads it: whole pages, beside a processor that computes."""
+"""Measures the disk as the engine reads it: whole pages, in any order."""
 
 import os
 import random
+import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from moebatch.model.direct_io import Extent, Stage
 
 _PAGE = 16 << 20
-_PAGES = 32
+_PAGES, _WRITTEN = 64, 16
 _ENOUGH_S = 0.6
-_MATRIX = 1024
 
 
 def disk_bandwidth(directory: Path) -> float:
@@ -23,7 +21,7 @@ def disk_bandwidth(directory: Path) -> float:
     directory.mkdir(parents=True, exist_ok=True)
     block = os.urandom(_PAGE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="moebatch-probe-") as file:
-        for _ in range(_PAGES):
+        for _ in range(_WRITTEN):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -31,20 +29,10 @@ def disk_bandwidth(directory: Path) -> float:
 
 
 def file_bandwidth(path: Path) -> float:
-    """The same for a file that is there already, such as a checkpoint; reads 512 MiB of it at most.
+    """The same for a file that is there already, such as a checkpoint; reads 1 GiB of it at most.
 
     Pages are from all over the file: one part may lie in some cache below the operating system's.
-    They are read while all cores multiply, as in a pass: a reader alone would be faster.
     """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        reading = pool.submit(_read_pages, path)
-        matrix = torch.randn(_MATRIX, _MATRIX)
-        while not reading.done():
-            torch.mm(matrix, matrix)
-        return reading.result()
-
-
-def _read_pages(path: Path) -> float:
     try:
         return _read_rate(path, direct=True)
     except (AttributeError, OSError):  # not on this system, or not in this file system
@@ -61,13 +49,16 @@ def _read_rate(path: Path, *, direct: bool) -> float:
         size = os.fstat(descriptor).st_size
         page = min(size, _PAGE)
         extents = [Extent(descriptor, start, page) for start in range(0, size - page + 1, page)]
-        target, done = np.empty(page, dtype=np.uint8), 0
-        start = time.perf_counter()
+        target, taken = np.zeros(page, dtype=np.uint8), []
+        target.fill(0)
+        end = time.perf_counter() + _ENOUGH_S
         for extent in random.sample(extents, min(len(extents), _PAGES)):
+            start = time.perf_counter()
             stage.read(extent, [target])
-            done += page
-            if time.perf_counter() - start > _ENOUGH_S:
+            taken.append(time.perf_counter() - start)
+            if time.perf_counter() > end:
                 break
-        return max(done, 1) / (time.perf_counter() - start)
+        # The first ones also fault in our memory, and a virtual disk takes a breath now and then.
+        return page / statistics.median(taken) if taken else 1.0
     finally:
         os.close(descriptor)

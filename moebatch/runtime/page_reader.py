@@ -170,7 +170,9 @@ def _runs(parts: Sequence[_PlannedPart]) -> Iterator[_Run]:
     """All sources of a page: first those that can be read as they lie, by where they lie."""
     fills = [(part, fill) for part in parts for fill in part.fills]
     plain = {fill.stored.entries[0]: (part, fill) for part, fill in fills if fill.as_it_lies}
-    assert len(plain) == sum(fill.as_it_lies for _, fill in fills), "a tensor stands twice in a page"
+    assert len(plain) == sum(fill.as_it_lies for _, fill in fills), (
+        "a tensor stands twice in a page"
+    )
     for run in runs_of(plain):
         yield _Run(part=plain[run[0]][0], fills=tuple(plain[entry][1] for entry in run),
                    entries=tuple(run))  # fmt: skip
