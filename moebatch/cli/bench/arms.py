@@ -12,6 +12,7 @@ from moebatch.errors import UsageError
 
 ENVIRONMENT = "MOEBATCH_BASELINE_PYTHON"  # interpreters of environments with rivals, joined by ":"
 _HERE = Path(__file__).parent / "rivals"
+_GGUF_TYPES = {"none": "bf16", "int8": "q8_0", "int4": "q4_0"}
 OFFLOADED_ROWS, OFFLOADED_TOKENS = 64, 4  # a rate is taken from so much
 
 
@@ -82,9 +83,12 @@ def known(baseline: str | None) -> tuple[str, ...]:
 
 
 def rivals(names: Sequence[str], pythons: Sequence[str], *, rows: int, dtype: str,
-           memory_bytes: int | None, server: str | None,
-           batches: Sequence[int]) -> list[Arm]:  # fmt: skip
-    """The arms of the baselines that were asked for."""
+           memory_bytes: int | None, server: str | None, batches: Sequence[int],
+           quantization: str = "none") -> list[Arm]:  # fmt: skip
+    """The arms of the baselines that were asked for.
+
+    Where moebatch rounds its weights to 8 or 4 bits, llama.cpp gets its own types of as many.
+    """
     found = []
     for name in names:
         rival = RIVALS[name]
@@ -97,12 +101,12 @@ def rivals(names: Sequence[str], pythons: Sequence[str], *, rows: int, dtype: st
             found.append(Arm(name=name, label="", missing=missing))
         else:
             found += _variants(rival, python, rows=rows, dtype=dtype, server=server,
-                               batches=batches)  # fmt: skip
+                               batches=batches, weights=_GGUF_TYPES[quantization])  # fmt: skip
     return found
 
 
 def _variants(rival: Rival, python: str, *, rows: int, dtype: str, server: str | None,
-              batches: Sequence[int]) -> list[Arm]:  # fmt: skip
+              batches: Sequence[int], weights: str) -> list[Arm]:  # fmt: skip
     command = (python, str(_HERE / rival.program))
     one = Arm(name=rival.name, label=dtype, command=command, options={"dtype": dtype})
     sizes = [size for size in batches if size <= max(rows, min(batches))]
@@ -115,7 +119,8 @@ def _variants(rival: Rival, python: str, *, rows: int, dtype: str, server: str |
         return [replace(one, label=f"disk offload, batches of {size}", note=note,
                         options={**few, "batch": size}) for size in sizes]  # fmt: skip
     if rival.name == "llama.cpp":
-        return [replace(one, label="bf16 GGUF, 64 slots", options={"server": server})]
+        return [replace(one, label=f"{weights} GGUF, 64 slots",
+                        options={"server": server, "weights": weights})]  # fmt: skip
     return [one]
 
 

@@ -228,6 +228,7 @@ def _measured(asked: Asked, setting: Setting, model: LocalModel, effort: Effort,
     arms = arms_of.ours(asked.schedules, asked.options) + arms_of.rivals(
         asked.baselines, asked.pythons, rows=len(setting.gen_lens), dtype=asked.baseline_dtype,
         memory_bytes=setting.memory_bytes, server=asked.server, batches=asked.batches,
+        quantization=asked.options["quantization"],
     )  # fmt: skip
     warm = prompts_of.warm_up(setting.prompts, model, count=asked.warm_ups, seed=asked.seed)
     for line in words.setting(setting):

