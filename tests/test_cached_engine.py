@@ -222,6 +222,19 @@ def test_the_tail_goes_on_with_a_cache(resident, tail_rows, odd_model, poisoned)
     assert counted == 2 * (3 * (prompts + generated - 9) + generated)
 
 
+def test_what_others_follow_has_no_tail(odd_model) -> None:
+    """A benchmark's warm-up ends with few rows too, and the change cannot be undone."""
+    requests = random_requests(random.Random(4), 9)
+    sizes = {"weights_resident": 0.4, "batch_size": 4}
+    expected = answers(run(odd_model, requests, **sizes))
+    with open_engine(odd_model, POLICY, **sizes, tail_rows=2, expert_slots=9) as engine:
+        list(engine.run(random_requests(random.Random(5), 2), more_follow=True))
+        assert engine.regime.changed_before_pass is None
+        found = list(engine.run(requests))
+        assert engine.regime.changed_before_pass is not None
+    assert answers(sorted(found, key=lambda o: o.request.index)) == expected
+
+
 def test_a_job_that_stops_with_many_rows_never_changes(odd_model) -> None:
     requests = [request(i, [5, 6], max_tokens=4) for i in range(6)]
     with open_engine(odd_model, POLICY, tail_rows=3, expert_slots=9) as engine:

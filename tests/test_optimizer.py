@@ -286,3 +286,20 @@ def test_workload_from_lengths() -> None:
     assert WorkloadSpec.measure([(3, 10)], complete=False).num_sequences is None
     empty = WorkloadSpec.measure([], complete=True)
     assert (empty.max_prompt, empty.max_gen, empty.num_sequences) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8.125, 0.508), (4.375, 0.274)])
+def test_rounded_weights_leave_room_for_more(bits, share) -> None:
+    """More pages stay within the same budget, and each takes its share of what it took."""
+    plans = [
+        choose(spec, MTBENCH, machine=MACHINE, compute="bfloat16", memory_bytes=24 << 30,
+               base_bytes=BASE, fixed=Overrides(batch_size=64))
+        for spec in (MIXTRAL, replace(MIXTRAL, rounded_bits=bits))
+    ]  # fmt: skip
+    read, rounded = plans
+    assert rounded.policy.weights_resident > 1.3 * read.policy.weights_resident
+    assert max(plan.memory.total for plan in plans) <= 24 << 30
+    per_page = [plan.memory.resident_weights / plan.policy.weights_resident for plan in plans]
+    assert per_page[1] / per_page[0] == pytest.approx(share, rel=0.02)
+    slots = [plan.memory.page_buffer / plan.policy.page_slots for plan in plans]
+    assert slots[1] > slots[0]  # a streamed page is rounded into memory of its own

@@ -28,19 +28,20 @@ def plan_run(model: LocalModel, workload: WorkloadSpec, resources: ResourceOptio
 
     Raises: NoFeasiblePolicy when nothing fits; UsageError for a policy that cannot run here.
     """
-    machine = this_machine(threads=threads)
-
-    fixed = resources.regime.overrides(model.spec, resources.overrides)
+    machine, spec = this_machine(threads=threads), model.spec
+    if resources.quantization != "none":
+        spec = replace(spec, rounded_bits=bits_per_weight(resources.quantization))
+    fixed = resources.regime.overrides(spec, resources.overrides)
     shares = known_shares(model)
 
     def plan(machine: MachineSpec) -> Plan:
         if resources.policy is not None:
             return _given(
-                model.spec, workload, resources.policy, fixed, machine=machine,
+                spec, workload, resources.policy, fixed, machine=machine,
                 compute=compute, budget=budget, base_bytes=base_bytes,
             )  # fmt: skip
         return choose_regime(Question(
-            spec=model.spec, workload=workload, machine=machine, compute=compute,
+            spec=spec, workload=workload, machine=machine, compute=compute,
             memory_bytes=budget, base_bytes=base_bytes, fixed=fixed, shares=shares,
         ))  # fmt: skip
 
@@ -51,6 +52,13 @@ def plan_run(model: LocalModel, workload: WorkloadSpec, resources: ResourceOptio
 
     largest = max(model.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     return plan(replace(machine, disk_bandwidth=file_bandwidth(largest)))
+
+
+def bits_per_weight(quantization: str) -> float:
+    """What a weight takes once it has been rounded, scales included."""
+    from moebatch.native import kernels
+
+    return {"int8": kernels.INT8, "int4": kernels.INT4}[quantization].bits_per_weight
 
 
 def _given(spec: ModelSpec, workload: WorkloadSpec, policy: Policy, fixed: Overrides, *,

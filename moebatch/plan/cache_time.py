@@ -106,11 +106,13 @@ def cache_memory(spec: ModelSpec, *, slots: Amount, attention_pages: Amount, pag
 
     `page_slots` more experts may be on their way, and as many attention pages that do not stay.
     """
-    expert, attention = cost.expert_page_bytes(spec), attention_page_bytes(spec)
+    expert, attention = cost.expert_slot_bytes(spec), attention_page_bytes(spec)
     plan = host_memory(spec, attention_pages=attention_pages, expert_pages=0,
                        page_slots=page_slots, **sizes)  # fmt: skip
     # host_memory counts page_slots buffers of the larger kind; here each kind has its own
-    counted = np.where(attention_pages < spec.num_layers, max(expert, attention), expert)
+    page = cost.expert_page_bytes(spec)
+    widest = np.where(attention_pages < spec.num_layers, max(page, attention), page)
+    counted = widest * expert / page
     streamed = np.minimum(page_slots, spec.num_layers - attention_pages)
     buffers = page_slots * expert + streamed * attention
     return replace(

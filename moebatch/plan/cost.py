@@ -7,6 +7,7 @@ router, norms, embedding, LM head and the expected number of distinct experts.
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -173,3 +174,9 @@ def mean_attention_page_bytes(spec: ModelSpec) -> float:
 def expert_page_bytes(spec: ModelSpec) -> int:
     """One expert of one layer."""
     return spec.expert_params * DTYPE_BYTES[spec.weight_dtype]
+
+
+def expert_slot_bytes(spec: ModelSpec) -> int:
+    """What an expert takes that is read on demand: its page, and its rounded form beside that."""
+    copies = 1.0 if spec.rounded_bits is None else 1.0 + spec.rounded_share
+    return ceil(expert_page_bytes(spec) * copies)

@@ -84,6 +84,8 @@ class ModelSpec:
     `layer_windows[i]` is the sliding attention window of layer i in tokens, None for full attention.
     `weight_dtype` is the data type in which matrices are held: the checkpoint's, or where that is
     quantised what it is decoded to; `stored_bits` is then what a number of an expert takes on disk.
+    `rounded_bits` is what a number of a page's matrices takes in memory when they are rounded as they
+    are loaded; None: they are not.
     Layers in `dense_layers` have one FFN of `dense_size` and no
     experts; all others also an FFN of `shared_size` for every token, if that is not 0. Both belong to
     the page of the attention.
@@ -109,6 +111,7 @@ class ModelSpec:
     qk_norm: bool = False
     weight_dtype: str = "bfloat16"
     stored_bits: float | None = None
+    rounded_bits: float | None = None
     router: RouterSpec = RouterSpec()
     latent: LatentSpec | None = None
     norm: Literal["rms", "layer"] = "rms"
@@ -192,6 +195,12 @@ class ModelSpec:
         """Bytes of one expert in the checkpoint: what a streamed page has to be read of."""
         bits = self.stored_bits or 8 * DTYPE_BYTES[self.weight_dtype]
         return round(self.expert_params * bits / 8)
+
+    @property
+    def rounded_share(self) -> float:
+        """Bytes that a page's matrices take once they are rounded, as a share of those they had."""
+        bits = 8 * DTYPE_BYTES[self.weight_dtype]
+        return 1.0 if self.rounded_bits is None else self.rounded_bits / bits
 
     @property
     def shared_params(self) -> int:

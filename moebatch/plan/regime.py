@@ -173,7 +173,7 @@ def _cache_policy(asked: Question, batch: int, prefill: int) -> tuple[Policy | N
         if not fits.size:
             continue
         k = int(fits[0])
-        room = int((asked.memory_bytes - needs[k]) // cost.expert_page_bytes(spec))
+        room = int((asked.memory_bytes - needs[k]) // cost.expert_slot_bytes(spec))
         slots = _slots(asked, int(attention[k]), room)
         return Policy(
             batch_size=batch, micro_batch_size=micro, prefill_tokens=prefill, page_slots=spare,
@@ -259,7 +259,7 @@ def tail_slots(asked: Question, plan: Plan, rows: Numbers | int) -> Numbers:
     """Experts that the tail can keep: those that are resident, and what the page buffer, the KV
     cache of rows that have ended, and the rest of the budget have room for."""
     spec, policy, work = asked.spec, plan.policy, asked.workload
-    expert = cost.expert_page_bytes(spec)
+    expert = cost.expert_slot_bytes(spec)
     longest = ceil((work.max_prompt + work.max_gen) / KV_BLOCK_TOKENS)
     freed = np.maximum(0, policy.kv_blocks - np.asarray(rows) * longest)
     full = sum(window is None for window in spec.layer_windows) / spec.num_layers

@@ -154,11 +154,12 @@ class Engine:
         self.stats.loaded_bytes += self._backend.bytes_read
 
     def run(self, requests: Iterable[Request],
-            on_pass: Callable[[EngineStats], None] = lambda stats: None,
-            ) -> Iterator[Outcome]:  # fmt: skip
+            on_pass: Callable[[EngineStats], None] = lambda stats: None, *,
+            more_follow: bool = False) -> Iterator[Outcome]:  # fmt: skip
         """Completions in the order in which they end; `on_pass` is called after every pass.
 
-        Requests are taken from the iterable only as the batch has room for them.
+        Requests are taken from the iterable only as the batch has room for them. With `more_follow`
+        another call is to come: where these end there is no tail of the job.
         Raises: Interrupted when it was asked to stop; `in_flight` then tells what there is.
         DeviceMemoryFull; `unanswered` then tells what another engine has to do.
         """
@@ -170,7 +171,8 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
-            if isinstance(self._backend, TailBackend) and admission.is_tail:
+            tail = admission.is_tail and not more_follow
+            if isinstance(self._backend, TailBackend) and tail:
                 self._backend.look(len(admission.active), reserved_blocks=admission.reserved)
             with memory_errors():
                 broken = self._pass(admission.active)

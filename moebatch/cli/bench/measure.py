@@ -1,6 +1,7 @@
 """Measures one setting: all arms on the same prompts, repeats interleaved, each in its own process."""
 
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -138,6 +139,8 @@ def _once(one: Found, task: Task, effort: Effort, folder: Path, *, on_plan: OnPl
                 on_plan(one.arm, planned)
             one.planned = planned
 
+    if task.memory_bytes is not None:
+        _drop_cached(Path(task.model), Path(task.work))
     with memory_cap(task.memory_bytes) as cap:
         ran = watch([*one.arm.command, str(path)], cap=cap, timeout_s=effort.timeout_s,
                     environment=one.arm.environment, on_event=on_event)  # fmt: skip
@@ -152,6 +155,21 @@ def _once(one: Found, task: Task, effort: Effort, folder: Path, *, on_plan: OnPl
         one.reason = f"it generated {run['generated']} tokens, {expected} were asked for"
         return
     one.runs.append(run)
+
+
+def _drop_cached(*folders: Path) -> None:
+    """Have the system forget what it holds of weight files: a control group is charged only for what
+    its own processes bring into the page cache, and would find all that others brought for nothing."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for folder in folders:
+        for file in (*folder.glob("*.safetensors"), *folder.glob("*.gguf")):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def _expected(arm: Arm, task: Task, done: dict[str, Any]) -> int:

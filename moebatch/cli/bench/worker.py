@@ -91,7 +91,7 @@ def _run(task: Task) -> None:
         ) as engine:  # fmt: skip
             engine.load(threads=min(setup.how.threads, LOADERS))
             if warm:
-                _generate(engine, warm)
+                _generate(engine, warm, more_follow=True)
             _say("done", _measured(engine, rows))
 
 
@@ -192,7 +192,8 @@ def _predicted(plan: Plan | DevicePlan) -> dict[str, Any] | None:
             "passes": job.passes}  # fmt: skip
 
 
-def _generate(engine: "Engine", rows: Sequence[tuple[list[int], int]]) -> int:
+def _generate(engine: "Engine", rows: Sequence[tuple[list[int], int]], *,
+              more_follow: bool = False) -> int:  # fmt: skip
     """Run the rows to their forced ends; the number of tokens that came out, counted from ids.
 
     Raises: MoebatchError for a row that did not give what was asked.
@@ -203,7 +204,7 @@ def _generate(engine: "Engine", rows: Sequence[tuple[list[int], int]]) -> int:
         for k, (ids, n) in enumerate(rows)
     ]  # fmt: skip
     counts: dict[int, int] = {}
-    for outcome in engine.run(requests):
+    for outcome in engine.run(requests, more_follow=more_follow):
         if not isinstance(outcome, Completion):
             raise MoebatchError(f"row {outcome.id}: {outcome.message}")
         counts[outcome.request.index] = sum(len(choice.token_ids) for choice in outcome.choices)
