@@ -50,7 +50,7 @@ HEAVY = {
     "sentencepiece",
 }
 LIGHT = ("plan", "data", "cli", "report", "errors", "units", "__init__", "__main__",
-         "model.__init__", "model.families", "model.resolve", "model.checkpoint",
+         "model.__init__", "model.families", "model.resolve", "model.checkpoint", "model.direct_io",
          "model.stored", "model.identity", "native.__init__", "native.extension")  # fmt: skip
 
 
