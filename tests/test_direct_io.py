@@ -4,11 +4,15 @@ import errno
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from quantised import write_both
+from run_engine import request, run, tokens
 from safetensors.torch import save_file
+from test_quant import FORMATS, linear
 
 import moebatch.model.checkpoint as checkpoints
 from moebatch.errors import ModelError
@@ -66,6 +70,20 @@ def test_equals_plain_reads(file, data, announced) -> None:
 
 def test_the_planner_counts_what_is_staged() -> None:
     assert direct_io.STAGED_BYTES < STAGED_BYTES <= 1.5 * direct_io.STAGED_BYTES
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize("more", [-5000, 5000, 5_000_000])
+def test_what_follows_turns_out_shorter_or_longer(file, data, pieces, more) -> None:
+    """Its first pieces are the same as those that were begun."""
+    stage, first = Stage(), Extent(file, 7, 1000)
+    asked = Extent(file, 0, pieces * direct_io._PIECE - 6000)
+    announced = Extent(file, 0, min(asked.num_bytes + more, SIZE))
+    stage.read(first, [np.zeros(1000, dtype=np.uint8)], announced)
+    for extent in (asked, first):
+        target = np.zeros(extent.num_bytes, dtype=np.uint8)
+        stage.read(extent, [target])
+        assert np.array_equal(target, data[extent.offset : extent.offset + extent.num_bytes])
 
 
 def test_threads_read_beside_each_other(file, data) -> None:
@@ -159,3 +177,44 @@ def test_small_tensors_stay_in_the_cache(large, monkeypatch) -> None:
     with Checkpoint(large[0]) as checkpoint:
         assert _same(checkpoint, large[1], cached=False)
         assert not checkpoint._direct
+
+
+@pytest.fixture
+def everything_direct(monkeypatch):
+    """Tiny tensors too are read past the cache, in many pieces."""
+    monkeypatch.setattr(checkpoints, "_LEAST_DIRECT", 1)
+    monkeypatch.setattr(direct_io, "_PIECE", 8192)
+
+
+@pytest.mark.parametrize("regime", ["stream", "cache"])
+def test_the_engine_reads_the_same(regime, tiny_models, everything_direct, monkeypatch) -> None:
+    work = [request(i, [5, 6, 7 + i], max_tokens=6) for i in range(4)]
+    sizes = {"weights_resident": 0.0, "regime": regime, "expert_slots": 3}
+    found = tokens(run(tiny_models("mixtral")[1], work, **sizes))
+    monkeypatch.undo()
+    assert found == tokens(run(tiny_models("mixtral")[1], work, weights_resident=1.0))
+
+
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_what_is_quantised_is_read_the_same(kind, tiny_models, tmp_path, everything_direct,
+                                            monkeypatch) -> None:  # fmt: skip
+    """Numbers and scales lie apart; what is announced is what the thread then reads."""
+    reads, read = [], Checkpoint.read_run
+
+    def listening(checkpoint, run, buffers, *, cached=True, following=()):
+        if not cached:
+            reads.append((tuple(run), tuple(following)))
+        read(checkpoint, run, buffers, cached=cached, following=following)
+
+    make, config = FORMATS[kind]
+    family = "deepseek_v3" if kind == "fp8_blocks" else "mixtral"
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    write_both(tiny_models(family)[1], quantised, plain, make=make, config=config, wanted=linear)
+    monkeypatch.setattr(Checkpoint, "read_run", listening)
+    work = [request(i, [5, 6, 7 + i], max_tokens=6) for i in range(4)]
+    found = tokens(run(quantised, work, weights_resident=0.0))
+    monkeypatch.undo()
+    assert found == tokens(run(plain, work, weights_resident=1.0))
+    assert len(reads) > 10 and all(then for _, then in reads)
+    for (_, then), (after, _) in pairwise(reads):
+        assert then == after

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
-from threading import local
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,8 @@ class Checkpoint:
         self._entries: dict[str, TensorEntry] = {}
         self._files: dict[Path, int] = {}
         self._direct: dict[Path, int | None] = {}  # opened so, when first read; None: not possible
-        self._stages = local()
+        self._opened: list[int] = []  # for that; also those that then could not be read so
+        self._opening, self._stages = Lock(), local()
         paths = _weight_files(directory)
         for path in paths:
             self._entries |= {entry.name: entry for entry in _read_header(path)}
@@ -159,13 +160,15 @@ class Checkpoint:
 
     def _extent(self, run: Run) -> Extent | None:
         path = run[0].path
-        if path not in self._direct:
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except (AttributeError, OSError):  # the system has no such flag, or the file system
-                fd = None
-            self._direct[path] = fd
-        fd = self._direct[path]
+        with self._opening:
+            if path not in self._direct:
+                try:
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                    self._opened.append(fd)
+                except (AttributeError, OSError):  # the system has no such flag, or the file system
+                    fd = None
+                self._direct[path] = fd
+            fd = self._direct[path]
         return None if fd is None else Extent(fd, run[0].offset, _bytes_of(run))
 
     def _read_cached(self, entry: TensorEntry, buffer: memoryview) -> None:
@@ -185,11 +188,11 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close all files."""
-        for fd in (*self._files.values(), *self._direct.values()):
-            if fd is not None:
-                os.close(fd)
+        for fd in (*self._files.values(), *self._opened):
+            os.close(fd)
         self._files.clear()
         self._direct.clear()
+        self._opened.clear()
 
     def __enter__(self) -> "Checkpoint":
         return self

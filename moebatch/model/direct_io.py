@@ -8,10 +8,10 @@ from there to where they belong; meanwhile the next piece is on its way. Measure
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -71,14 +71,15 @@ class Stage:
         Raises: OSError as the system does (EINVAL where the file system reads in no such way);
         EOFError when the file ends early.
         """
-        after = iter(()) if following is None else following.pieces()
-        wanted = chain(extent.pieces(), after)
-        self._keep_if_wanted(extent)
+        wanted = deque(extent.pieces())
+        self._keep_if_wanted(wanted)
         for _ in self._pending:  # begun when this was what follows
-            next(wanted)
+            wanted.popleft()
+        wanted.extend(() if following is None else following.pieces())
         done = 0
         while done < extent.num_bytes:
-            while self._free and (piece := next(wanted, None)) is not None:
+            while self._free and wanted:
+                piece = wanted.popleft()
                 memory = self._free.popleft()
                 filled = self._reader.submit(_fill, piece, memory)
                 self._pending.append(_Pending(piece, memory, filled))
@@ -88,9 +89,10 @@ class Stage:
             _spread(found, targets, done)
             done += found.size
 
-    def _keep_if_wanted(self, extent: Extent) -> None:
-        """Pieces that were begun are the first of what follows; who asked may have gone another way."""
-        if self._pending and self._pending[0].piece == next(extent.pieces(), None):
+    def _keep_if_wanted(self, pieces: Iterable[Extent]) -> None:
+        """Those that were begun are the first of these, unless who asked has gone another way."""
+        begun = [one.piece for one in self._pending]
+        if begun == list(islice(pieces, len(begun))):
             return
         while self._pending:
             left = self._pending.popleft()

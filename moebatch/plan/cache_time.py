@@ -107,14 +107,14 @@ def cache_memory(spec: ModelSpec, *, slots: Amount, attention_pages: Amount, pag
     `page_slots` more experts may be on their way, and as many attention pages that do not stay.
     """
     expert, attention = cost.expert_slot_bytes(spec), attention_page_bytes(spec)
+    streamed = np.minimum(page_slots, spec.num_layers - attention_pages)
     plan = host_memory(spec, attention_pages=attention_pages, expert_pages=0,
                        page_slots=page_slots, **sizes)  # fmt: skip
     # host_memory counts page_slots buffers of the larger kind; here each kind has its own
     page = cost.expert_page_bytes(spec)
     widest = np.where(attention_pages < spec.num_layers, max(page, attention), page)
-    counted = widest * expert / page
-    streamed = np.minimum(page_slots, spec.num_layers - attention_pages)
-    buffers = page_slots * expert + streamed * attention
+    counted = np.ceil(widest * spec.streamed_share)
+    buffers = page_slots * expert + np.ceil(streamed * attention * spec.streamed_share)
     return replace(
         plan,
         resident_weights=plan.resident_weights + np.minimum(slots, spec.num_expert_pages) * expert,

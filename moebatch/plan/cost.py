@@ -177,6 +177,5 @@ def expert_page_bytes(spec: ModelSpec) -> int:
 
 
 def expert_slot_bytes(spec: ModelSpec) -> int:
-    """What an expert takes that is read on demand: its page, and its rounded form beside that."""
-    copies = 1.0 if spec.rounded_bits is None else 1.0 + spec.rounded_share
-    return ceil(expert_page_bytes(spec) * copies)
+    """What an expert takes that is read on demand."""
+    return ceil(expert_page_bytes(spec) * spec.streamed_share)

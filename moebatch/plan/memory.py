@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moebatch.plan.cost import expert_page_bytes, expert_slot_bytes, mean_attention_page_bytes
+from moebatch.plan.cost import expert_page_bytes, mean_attention_page_bytes
 from moebatch.plan.model_spec import DTYPE_BYTES, ModelSpec
 from moebatch.plan.policy import KV_BLOCK_TOKENS
 from moebatch.plan.speculation import pass_drafts
@@ -178,8 +178,7 @@ def host_memory(spec: ModelSpec, *, batch_size: Amount, pass_tokens: Amount, mic
     small = spec.float_params * FLOAT  # is not rounded
     attended = (mean - small) * spec.rounded_share + small
     resident = np.ceil(attention_pages * attended + expert_pages * expert * spec.rounded_share)
-    copies = expert_slot_bytes(spec) / expert if expert else 1.0
-    buffer = np.ceil(np.minimum(page_slots, streamed) * slot * copies)
+    buffer = np.ceil(np.minimum(page_slots, streamed) * slot * spec.streamed_share)
     buffer += np.where(streamed > 0, reading, 0)
     return MemoryPlan(
         base=base_bytes,

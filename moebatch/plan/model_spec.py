@@ -203,6 +203,11 @@ class ModelSpec:
         return 1.0 if self.rounded_bits is None else self.rounded_bits / bits
 
     @property
+    def streamed_share(self) -> float:
+        """Bytes that a streamed page takes, as a share of its own: the rounded form is beside it."""
+        return 1.0 if self.rounded_bits is None else 1.0 + self.rounded_share
+
+    @property
     def shared_params(self) -> int:
         """Parameters of the FFN that every token of a layer with experts goes through."""
         return self._ffn_params(self.shared_size) + self.hidden_size * self.shared_gate

@@ -3,14 +3,15 @@
 What goes where is planned once; a page that is streamed is read by its plan in every pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from moebatch.model.checkpoint import Checkpoint, goes_direct, runs_of
+from moebatch.model.checkpoint import Checkpoint, Run, goes_direct, runs_of
 from moebatch.model.families.parts import Layout, Part
 from moebatch.model.quant import arrange, decode
 from moebatch.model.stored import Stored, TensorEntry, locate
@@ -64,6 +65,11 @@ class _Run:
     fills: tuple[_Fill, ...]
     entries: tuple[TensorEntry, ...]
 
+    @property
+    def as_it_lies(self) -> bool:
+        """As that of each of its sources."""
+        return self.fills[0].as_it_lies
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePlan:
@@ -71,7 +77,15 @@ class PagePlan:
 
     parts: tuple[_PlannedPart, ...]
     num_bytes: int
-    runs: tuple[_Run, ...]  # what is read at once, in this order
+    runs: tuple[_Run, ...]  # in the order in which they are read
+
+    def requests(self) -> Iterator[tuple[TensorEntry, ...]]:
+        """What is read at once, in this order."""
+        for run in self.runs:
+            if run.as_it_lies:
+                yield run.entries
+            else:
+                yield from ((entry,) for entry in run.entries)
 
 
 class PageReader:
@@ -113,16 +127,21 @@ class PageReader:
         Raises: ModelError when a file cannot be read.
         """
         memory, tensors = _bytes_of(buffer), self.views(plan, buffer)
-        coming = [run.entries for run in (*plan.runs, *(following.runs if following else ()))]
-        for k, run in enumerate(plan.runs):
+        coming = deque(plan.requests())
+        coming.extend(() if following is None else following.requests())
+
+        def fill_in(run: Run, targets: Sequence[memoryview]) -> None:
+            coming.popleft()
+            after = next((later for later in coming if goes_direct(later)), ())
+            self._checkpoint.read_run(run, targets, cached=cached, following=after)
+
+        for run in plan.runs:
             self.bytes_read += sum(fill.stored.num_bytes for fill in run.fills)
-            if run.fills[0].as_it_lies:
-                after = next((entries for entries in coming[k + 1 :] if goes_direct(entries)), ())
-                targets = [memory[fill.begin : fill.end] for fill in run.fills]
-                self._checkpoint.read_run(run.entries, targets, cached=cached, following=after)
+            if run.as_it_lies:
+                fill_in(run.entries, [memory[fill.begin : fill.end] for fill in run.fills])
             else:
                 fill = run.fills[0]
-                self._decode(fill, tensors[run.part.name][fill.first : fill.last], cached=cached)
+                self._decode(fill, tensors[run.part.name][fill.first : fill.last], fill_in)
             yield
 
     @staticmethod
@@ -155,12 +174,13 @@ class PageReader:
         return _PlannedPart(name=part.name, shape=part.shape, dtype=dtype, begin=begin,
                             end=begin + count * dtype.itemsize, fills=tuple(fills))  # fmt: skip
 
-    def _decode(self, fill: _Fill, out: Tensor, *, cached: bool) -> None:
+    def _decode(self, fill: _Fill, out: Tensor,
+                fill_in: Callable[[Run, Sequence[memoryview]], None]) -> None:  # fmt: skip
         """Read a source that is quantised or laid out otherwise, by way of memory of its own."""
         raw = []
         for entry in fill.stored.entries:
             tensor = torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-            self._checkpoint.read_into(entry, _bytes_of(tensor), cached=cached)
+            fill_in((entry,), (_bytes_of(tensor),))
             raw.append(tensor)
         matrix = decode(fill.stored, raw, self._checkpoint.quantization)
         arrange(out, matrix, fill.stored.arrangement(fill.layout))
