@@ -17,6 +17,7 @@ from moebatch.plan.policy import Policy
 from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import CachedHostBackend, Profile
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.routing_log import RoutingLog
 
 
@@ -61,6 +62,11 @@ class TailBackend:
         self._passes = 0
         self.kv = streaming.kv
         self.changed_before_pass: int | None = None
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """See Backend."""
+        return self._now.foresight
 
     @property
     def counts(self) -> CacheCounts | None:
