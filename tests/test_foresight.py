@@ -156,7 +156,7 @@ def test_a_draft_model_that_is_the_target_names_what_is_needed(where, tiny_model
     """Its drafts are the target's tokens, so that both choose the same experts; those come early."""
     path = tiny_models("mixtral")[1]
     work = rows(1, rng=5, temperature=0.7, max_tokens=40)
-    common = {"expert_slots": 12, "eviction": "lru", "device": devices(where)}
+    common = {"expert_slots": 5, "eviction": "lru", "device": devices(where)}
     with model_source(path) as source:
         done, counts, told = drafted(path, work, source, fixed=2, **common)
     assert tokens(done) == tokens(run(path, work))

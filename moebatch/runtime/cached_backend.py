@@ -56,7 +56,8 @@ class CachedHostBackend:
         ) if before is None else before.store  # fmt: skip
         self._experts = ExpertStore(
             checkpoint, spec=spec, family=family, view=self._store.view, copies=self._store.copies,
-            capacity=policy.expert_slots, spare=policy.page_slots, interrupted=interrupted,
+            panels=self._store.panels, capacity=policy.expert_slots, spare=policy.page_slots,
+            interrupted=interrupted,
             eviction=eviction(policy.eviction, num_layers=spec.num_layers,
                               num_experts=spec.num_experts),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.linear import Linear
+from moebatch.model.panels import PanelWriter
 from moebatch.model.weights import expert_of
 from moebatch.plan.eviction import Eviction, ExpertId, Visit
 from moebatch.plan.expert_cache import CacheCounts, ExpertCache
@@ -52,10 +53,12 @@ class ExpertStore:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
                  view: View, copies: bool, capacity: int, spare: int, eviction: Eviction,
+                 panels: PanelWriter | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Nothing is read and no buffer taken yet.
 
         `view` makes a part that was read usable; where it `copies`, the buffer is free again then.
+        `panels`: see PageReader.
 
         `capacity` experts are kept, `spare` more may be held while they are used: at least one.
         `interrupted` is asked while the caller waits; True ends that with Interrupted.
@@ -64,7 +67,7 @@ class ExpertStore:
         self.cache = ExpertCache(capacity, eviction)
         self._spec, self._view, self._copies = spec, view, copies
         self._checkpoint, self._interrupted = checkpoint, interrupted
-        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
+        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype, panels=panels)
         self._plans = {
             (layer, expert): self._reader.plan(family.expert_parts(spec, layer, expert))
             for layer in range(spec.num_layers)
