@@ -2,7 +2,8 @@
 
 Each arm adds one part to the one before: streaming (the best of the schedules), experts fetched as
 they are missed, the host computes what is missed, the layer is scheduled, routers prefetch, scores
-say who stays. Arms run one after the other, several rounds, and the best round of each counts.
+say who stays; with `--draft-model` that model drafts, without and with naming experts to bring. Arms
+run one after the other, several rounds, and the best round of each counts.
 All memories and links are those of a T4 server, `--slowdown` times slower, so that this machine can
 stand for all of it. Usage: python tests/benchmarks/ablation.py MODEL [--rows 1,4,8] [--json FILE]
 """
@@ -12,6 +13,7 @@ import json
 import random
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
@@ -20,7 +22,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from run_engine import NoText, decode
 
+from moebatch.cli.speculation import Speculation
 from moebatch.data.requests import Request, SamplingParams
+from moebatch.data.tokenizer import load_tokenizer
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.resolve import resolve_model
@@ -30,6 +34,8 @@ from moebatch.plan.device_fit import fit
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Policy
 from moebatch.plan.profiles import LinkProfile
 from moebatch.plan.schedule import Lane, Op
+from moebatch.plan.workload import WorkloadSpec
+from moebatch.runtime.arithmetic import prepare
 from moebatch.runtime.emulated import EmulatedDevice
 from moebatch.runtime.engine import Engine
 from moebatch.runtime.executor import Ended, ThreadQueue
@@ -52,6 +58,9 @@ VARIANTS = {
     "all with LFU": {"misses": "balanced", "keep_computed": True, "prefetch_layers": 3,
                      "eviction": "lfu"},
 }  # fmt: skip
+# With a draft model: what they add to all of the ladder. None: the cutoff layer that is chosen.
+DRAFTED = {"+ drafts": 0, "+ drafts that name experts": None}
+NGRAM = "all, drafts by n-grams"
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,10 @@ class Setting:
     rows: int
     prompt_len: int
     gen_len: int
+    prompts: Path | None
+    draft_model: Path | None
+    draft_tokens: int
+    fixed_cutoffs: tuple[int, ...]
 
 
 class PacedLinear:
@@ -128,14 +141,56 @@ class PacedDevice(EmulatedDevice):
 
 
 def requests_of(setting, vocab_size):
-    rng = random.Random(17)
     params = SamplingParams(max_tokens=setting.gen_len, temperature=0.0, ignore_eos=True)
     return [
-        Request(index=i, id=str(i), params=params,
-                prompt_token_ids=tuple(rng.randrange(3, vocab_size)
-                                       for _ in range(setting.prompt_len)))
-        for i in range(setting.rows)
-    ]  # fmt: skip
+        Request(index=i, id=str(i), params=params, prompt_token_ids=ids)
+        for i, ids in enumerate(prompts_of(setting, vocab_size))
+    ]
+
+
+def prompts_of(setting, vocab_size):
+    """Token ids: the beginnings of real prompts, or random ones."""
+    if setting.prompts is None:
+        rng = random.Random(17)
+        return [tuple(rng.randrange(3, vocab_size) for _ in range(setting.prompt_len))
+                for _ in range(setting.rows)]  # fmt: skip
+    tokenizer = load_tokenizer(setting.model)
+    lines = setting.prompts.read_text().splitlines()[: setting.rows]
+    return [tuple(tokenizer.encode(json.loads(line)["prompt"],
+                                   add_special_tokens=False)[: setting.prompt_len])
+            for line in lines]  # fmt: skip
+
+
+@contextmanager
+def speculator(setting, model, name):
+    """What drafts in an arm; a draft model's passes take what reading it takes the host's memory."""
+    if name != NGRAM and name not in DRAFTED and not name.startswith("cutoff"):
+        yield None
+        return
+    draft = None if name == NGRAM else resolve_model(str(setting.draft_model))
+    asked = Speculation(source="ngram" if draft is None else "draft", model=draft,
+                        tokens=setting.draft_tokens)  # fmt: skip
+    how = prepare(dtype="float32", quantization="none", weight_dtype=model.spec.weight_dtype,
+                  threads=1, accelerator=True)  # fmt: skip
+    lengths = [(setting.prompt_len, setting.gen_len)] * setting.rows
+    work = WorkloadSpec.measure(lengths, complete=True)
+    with ExitStack() as stack:
+        made = asked.prepared(work).open(stack, model.spec, work, None, how)
+        if draft is not None:
+            weights = sum(file.stat().st_size for file in setting.draft_model.glob("*.safetensors"))
+            backend = made._source._backend
+            backend.compute = paced(backend.compute, weights / setting.rates.host)
+        yield made
+
+
+def paced(compute, seconds):
+    def wrapped(*args, **kwargs):
+        start = time.perf_counter()
+        done = compute(*args, **kwargs)
+        fill(start, seconds)
+        return done
+
+    return wrapped
 
 
 def base_policy(setting):
@@ -144,18 +199,21 @@ def base_policy(setting):
                   kv_blocks=setting.rows * blocks, prefill_tokens=128)  # fmt: skip
 
 
-def measure(setting, policy):
+def measure(setting, policy, name):
     """One run: tokens/s of the whole job and of its decode passes, and what the cache says."""
     model = resolve_model(str(setting.model))
     device = PacedDevice(setting)
     with (
         Checkpoint(setting.model) as checkpoint,
+        speculator(setting, model, name) as guesses,
         Engine(checkpoint, spec=model.spec, family=model.family, policy=policy,
                open_stream=lambda skip: NoText(), decode=decode,
                eos_token_ids=model.eos_token_ids, max_model_len=model.spec.max_model_len,
-               device=device) as engine,
+               device=device, speculator=guesses) as engine,
     ):  # fmt: skip
         engine.load(threads=2)
+        if engine._backend.foresight is not None:
+            engine._backend.foresight.fixed = cutoff_of(name)
         work = requests_of(setting, model.spec.vocab_size)
         answers = sorted(engine.run(work), key=lambda done: done.request.index)
         stats = engine.stats
@@ -166,7 +224,12 @@ def measure(setting, policy):
             "gpu_peak_bytes": device.memory.peak,
             "lane_busy_s": {str(k): round(v, 3) for k, v in stats.lane_busy_s.items()},
         }
-        return texts, found | engine.regime.to_dict()
+        return texts, found | engine.regime.to_dict() | (engine.speculation or {})
+
+
+def cutoff_of(name):
+    """The cutoff layer that an arm keeps to; None: the chosen one."""
+    return int(name.split()[1]) if name.startswith("cutoff") else DRAFTED.get(name)
 
 
 def policies(setting):
@@ -183,6 +246,13 @@ def policies(setting):
     cached = fit_cache(spec, base_policy(setting), device_bytes=setting.link.memory_bytes)
     for name, parts in (ARMS | VARIANTS).items():
         found[name] = replace(cached, **{**PARTS, **parts})
+    drafted = [NGRAM]
+    if setting.draft_model is not None:
+        drafted += [*DRAFTED, *(f"cutoff {n}" for n in setting.fixed_cutoffs)]
+    guessing = replace(base_policy(setting), draft_tokens=setting.draft_tokens)
+    guessing = fit_cache(spec, guessing, device_bytes=setting.link.memory_bytes)
+    for name in drafted:
+        found[name] = replace(guessing, **{**PARTS, **ARMS["+ MRS"]})
     return found
 
 
@@ -201,7 +271,7 @@ def run(setting, rounds, only):
         for name, policy in policies(setting).items():
             if only and name not in only:
                 continue
-            texts, found = measure(setting, policy)
+            texts, found = measure(setting, policy, name)
             expected = expected or texts
             found["same_text"] = texts == expected
             if policy.regime == "stream":
@@ -212,7 +282,9 @@ def run(setting, rounds, only):
                   f"tokens/s (decode {found['decode_tokens_per_s']:.2f}), hits "
                   f"{found.get('hit_rate', 0):.1%}, link {found['link_bytes'] / 1e9:.2f} GB, "
                   f"{found.get('computed')} {found.get('brought')} prefetched "
-                  f"{found.get('prefetch_hits')}/{found.get('prefetched')} same {found['same_text']}",
+                  f"{found.get('prefetch_hits')}/{found.get('prefetched')} same {found['same_text']} "
+                  f"accepted {found.get('accepted')}/{found.get('drafted')} "
+                  f"cutoff {found.get('cutoff_layer')} right {found.get('named_needed')}",
                   file=sys.stderr, flush=True)  # fmt: skip
     return best
 
@@ -238,6 +310,10 @@ def main():
     parser.add_argument("--memory-share", type=float, default=1 / 3)
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--gen-len", type=int, default=32)
+    parser.add_argument("--prompts", type=Path, help='JSON lines with a "prompt"; else random ids')
+    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--draft-tokens", type=int, default=3)
+    parser.add_argument("--cutoffs", default="", help="fixed cutoff layers to sweep, like 0,10,20")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", action="append", default=[])
@@ -260,6 +336,10 @@ def main():
             rows=rows,
             prompt_len=asked.prompt_len,
             gen_len=asked.gen_len,
+            prompts=asked.prompts,
+            draft_model=asked.draft_model,
+            draft_tokens=asked.draft_tokens,
+            fixed_cutoffs=tuple(int(n) for n in asked.cutoffs.split(",") if n),
         )
         results[rows] = run(setting, asked.rounds, asked.only)
     if not asked.only:

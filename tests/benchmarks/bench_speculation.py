@@ -2,6 +2,8 @@
 
 Per number of rows one engine, and in it all numbers of drafts by turns; the gain is of medians. Beside
 each stands what the cost model says of the same acceptance. One JSON document at the end. Not a test.
+With `--regime cache` experts come from a cache, and `4@10` are 4 drafts whose model names experts of
+the first 10 layers (`4`: of as many as are chosen).
 
     python tests/benchmarks/bench_speculation.py MODEL --prompts rows.jsonl --memory 1300MiB
     python tests/benchmarks/bench_speculation.py MODEL --prompts rows.jsonl --draft-model SMALLER
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--drafts", nargs="+", default=["0", "1", "2", "4", "8", "auto"])
+    parser.add_argument("--regime", choices=["stream", "cache"], default="stream")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -85,11 +88,12 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
-                                overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
+                                overrides=Overrides(batch_size=rows, draft_tokens=8,
+                                                    regime=asked.regime))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
                     base_bytes=base)  # fmt: skip
-    policy = replace(plan.policy, regime="stream", tail_rows=0)  # no cache at the tail: it streams
+    policy = replace(plan.policy, tail_rows=0)  # no cache at the tail: it streams
     job = job_time(model.spec, work, policy, machine=this_machine(threads=asked.threads),
                    compute=compute)  # fmt: skip
     plan = replace(plan, policy=policy, job=job)
@@ -108,6 +112,8 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
         for _ in range(asked.repeats):
             for count, opened in sources.items():
                 engine._speculator = opened
+                if engine._backend.foresight is not None:
+                    engine._backend.foresight.fixed = _cutoff(count)
                 run, said = _run(engine, requests)
                 runs[count].append(run)
                 print(rows, count, run, file=sys.stderr, flush=True)
@@ -117,7 +123,7 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
         for opened in sources.values():
             if opened is not None:
                 opened.close()
-    plain = statistics.median(run["decode_s"] for run in runs["0"])
+    plain = statistics.median(run["decode_s"] for run in runs[asked.drafts[0]])
     return {
         "rows": rows,
         "weights_resident": plan.policy.weights_resident,
@@ -129,21 +135,35 @@ def _speculator(drafting: Drafting, stack: ExitStack, count: str, model: LocalMo
                 work: WorkloadSpec, plan: Any, how: Arithmetic) -> Any:  # fmt: skip
     if count == "0":
         return None
-    tokens = None if count == "auto" else int(count)
+    tokens = None if count == "auto" else int(count.split("@", maxsplit=1)[0])
     source = Speculation(source=drafting.asked.source, model=drafting.asked.model, tokens=tokens)
     one = Drafting(asked=source, model=drafting.model, policy=drafting.policy)
     return one.open(stack, model.spec, work, plan, how)
 
 
+def _cutoff(count: str) -> int | None:
+    """The layers that a draft model names experts of; None: as many as are chosen."""
+    return int(count.split("@")[1]) if "@" in count else None
+
+
 def _run(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], Any]:
     """Seconds and counts of one run's decode passes; drafting counts, prompts do not."""
     stats, speculator = engine.stats, engine._speculator
-    before = (stats.decode_s, stats.passes, *_drafted(speculator))
+    before = (stats.decode_s, stats.passes, *_drafted(speculator), *_found(engine))
     outcomes = sorted(engine.run(requests), key=lambda one: one.request.index)
-    after = (stats.decode_s, stats.passes, *_drafted(speculator))
-    names = ("decode_s", "passes", "drafted", "accepted", "row_passes", "tokens")
+    after = (stats.decode_s, stats.passes, *_drafted(speculator), *_found(engine))
+    names = ("decode_s", "passes", "drafted", "accepted", "row_passes", "tokens", "bytes_read",
+             "hits", "misses")  # fmt: skip
     done = dict(zip(names, (b - a for a, b in zip(before, after, strict=True)), strict=True))
+    told = (engine.speculation or {}).get("cutoff_layer")
+    done |= {} if told is None else {"cutoff": told, "right": engine.speculation["named_needed"]}
     return done, tuple(one.choices[0].token_ids for one in outcomes)
+
+
+def _found(engine: Engine) -> tuple[int, int, int]:
+    counts = engine.regime.counts
+    found = (0, 0) if counts is None else (counts.hits, counts.misses)
+    return (engine.disk_read_bytes, *found)
 
 
 def _drafted(speculator: Any) -> tuple[int, int, int, int]:
@@ -157,7 +177,11 @@ def _line(count: str, runs: list[dict[str, float]], plain: float, rows: int, sec
           ) -> dict[str, Any]:  # fmt: skip
     median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     row_passes = median["row_passes"]
+    asked_for = median["hits"] + median["misses"]
     line = {
+        "hit_rate": median["hits"] / asked_for if asked_for else None,
+        "bytes_read": median["bytes_read"],
+        **{name: median[name] for name in ("cutoff", "right") if name in median},
         "drafts": count,
         "decode_s": median["decode_s"],
         "spread_s": [min(run["decode_s"] for run in runs), max(run["decode_s"] for run in runs)],
