@@ -22,6 +22,7 @@ import numpy as np
 
 from moebatch.cli.asked import ResourceOptions
 from moebatch.cli.planning import plan_run, with_actual_dtype
+from moebatch.cli.regime import RegimeOptions
 from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.this_machine import this_machine
 from moebatch.data.requests import Request, SamplingParams
@@ -88,8 +89,8 @@ def _rows(model: LocalModel, checkpoint: Checkpoint, requests: list[Request], as
     budget = parse_bytes(asked.memory)
     resources = ResourceOptions(memory_bytes=budget, cpu_threads=asked.threads, dtype="auto",
                                 quantization="none",
-                                overrides=Overrides(batch_size=rows, draft_tokens=8,
-                                                    regime=asked.regime))  # fmt: skip
+                                regime=RegimeOptions(regime=asked.regime),
+                                overrides=Overrides(batch_size=rows, draft_tokens=8))  # fmt: skip
     base = host.base_bytes() + drafting.memory_bytes
     plan = plan_run(model, work, resources, compute=compute, threads=asked.threads, budget=budget,
                     base_bytes=base)  # fmt: skip
