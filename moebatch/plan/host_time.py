@@ -110,6 +110,10 @@ class HostTime:
             disk=streamed / self._disk,
         )
 
+    def expert_s(self, tokens: Amount) -> Amount:
+        """One expert with so many tokens, used where it was read."""
+        return self._product(cost.one_expert(self._spec, tokens), tokens, 0.0)
+
     def _product(
         self, work: cost.Work, tokens: Amount, kept: Amount, calls: Amount = 1.0
     ) -> Amount:
