@@ -122,6 +122,21 @@ def test_plan_explains_the_crossover(model, rows) -> None:
     assert "expert cache" in moebatch("plan", *options, "--regime", "cache").out
 
 
+def test_plan_explains_the_crossover_of_an_accelerator() -> None:
+    options = ["--model", "mixtral-8x7b", "--hardware", "t4"]
+    done = moebatch("plan", *options, "--explain")
+    assert "crossover at" in done.out, done.out
+    assert "rows on a cache of" in done.out
+    answer = json.loads(moebatch("plan", *options, "--json").out)
+    assert answer["crossover_rows"] >= answer["policy"]["tail_rows"] > 0
+    forced = moebatch("plan", *options, "--regime", "cache", "--explain")
+    assert "expert cache" in forced.out and "roofline" in forced.out, forced.err
+    streamed = json.loads(moebatch("plan", *options, "--regime", "stream", "--json").out)
+    assert (streamed["crossover_rows"], streamed["policy"]["tail_rows"]) == (None, 0)
+    refused = moebatch("plan", *options, "--regime", "cache", "--weights-resident", "0.5")
+    assert refused.code == 2 and "--weights-resident has no meaning" in refused.error
+
+
 @pytest.mark.parametrize(
     "options, text",
     [
@@ -134,7 +149,8 @@ def test_plan_explains_the_crossover(model, rows) -> None:
         (["--regime", "stream", "--eviction", "lru"], "--eviction has no meaning"),
         (["--expert-cache", "3", "--weights-resident", "0.5"], "contradict each other"),
         (["--routing-trace", "/no/such/folder/t"], "the folder /no/such/folder does not"),
-        (["--device", "emulated:t4-mini", "--eviction", "lru"], "needs --regime cache"),
+        (["--device", "emulated:t4-mini", "--regime", "stream", "--eviction", "lru"],
+         "--eviction has no meaning"),
     ],
 )  # fmt: skip
 def test_wrong_options_get_one_line(options, text, rows, model, tmp_path) -> None:

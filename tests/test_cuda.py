@@ -9,7 +9,9 @@ import run_engine
 import torch
 from run_device import random_rows, run_rows, worst_error
 from run_engine import tokens
+from test_cached_engine import random_requests
 from test_device import HOMES, POLICY, TOLERANCE, random_case
+from test_device_tail import run_tail
 from test_engine import rows
 
 from moebatch.plan.pipeline import STYLES
@@ -67,6 +69,18 @@ def test_text_is_that_of_the_host(name, tiny_models) -> None:
         path, work, device=cuda(), schedule=name, ffn="gpu", weights_resident=0.2
     )
     assert expected == tokens(found)
+
+
+@pytest.mark.parametrize("attention", ["cpu", "gpu"])
+@pytest.mark.parametrize("resident", [0.0, 0.4, 1.0])
+def test_the_tail_goes_on_with_a_cache(resident, attention, tiny_models) -> None:
+    path = tiny_models("mixtral")[1]
+    work = random_requests(random.Random(4), 9)
+    name = "cgopipe" if attention == "cpu" else "flexgen"
+    found, facts, _, _ = run_tail(path, work, device=cuda(), weights_resident=resident,
+                                  attention=attention, schedule=name)  # fmt: skip
+    assert facts.changed_before_pass is not None
+    assert found == tokens(run_engine.run(path, work))
 
 
 def test_pinned_memory_is_not_rounded() -> None:

@@ -365,14 +365,20 @@ def test_drafts_in_the_cache_regime(right, changes, tiny_models) -> None:
     assert (stats.accepted == stats.drafted) == (right == 1.0)
 
 
-def test_drafts_in_the_cache_regime_of_an_accelerator(tiny_models) -> None:
+@pytest.mark.parametrize("changes", [
+    {"regime": "cache", "schedule": "flexgen-cpu"},
+    {"schedule": "cgopipe", "tail_rows": 3, "weights_resident": 0.3},
+    {"schedule": "flexgen", "tail_rows": 3, "attention": "gpu", "kv_resident": 0.4},
+], ids=["cache", "tail", "tail, attention there"])  # fmt: skip
+def test_drafts_in_the_cache_regime_of_an_accelerator(changes, tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(5, rng=8, temperature=0.8)
     expected = run(path, work)
-    policy = {"regime": "cache", "schedule": "flexgen-cpu", "expert_slots": 5, "ffn": "gpu"}
+    policy = {"expert_slots": 5, "ffn": "gpu", **changes}
     device = EmulatedDevice(PROFILES["unthrottled"])
     source = Oracle(answers(expected), right=0.6)
-    done, stats, _ = speculated(path, work, source, device=device, **policy)
+    done, stats, _ = speculated(path, work, source, device=device, whole="regime" in changes,
+                                **policy)  # fmt: skip
     assert tokens(done) == tokens(expected)
     assert stats.accepted
 

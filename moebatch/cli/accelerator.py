@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moebatch.cli.cached_accelerator import plan_cached
+from moebatch.cli.cached_accelerator import refuse_to_cache, with_fitting_tail
 from moebatch.cli.regime import RegimeOptions
 from moebatch.errors import NoFeasiblePolicy, UsageError
 from moebatch.plan.cached_fit import cached_device_bytes, cached_host_memory
@@ -19,7 +19,8 @@ from moebatch.plan.device_fit import (
     settle,
     with_disk_layers,
 )
-from moebatch.plan.machine import MachineSpec
+from moebatch.plan.device_regime import DeviceQuestion, cached_plan, choose_on_device
+from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.optimizer import memory_of
 from moebatch.plan.outlook import Limits, look, predicted_throughput
@@ -104,48 +105,62 @@ def check_accelerator(options: AcceleratorOptions) -> None:
 
 def plan_for(device: "Device", spec: ModelSpec, workload: WorkloadSpec, *, machine: MachineSpec,
              compute: "ComputeType", schedule: str | None, fixed: Overrides, budget: int,
-             base_bytes: int, share: float = 1.0,
-             regime: RegimeOptions = _ANY_REGIME) -> DevicePlan:  # fmt: skip
+             base_bytes: int, share: float = 1.0, regime: RegimeOptions = _ANY_REGIME,
+             shares: Numbers | None = None) -> DevicePlan:  # fmt: skip
     """The best policy for this machine with this accelerator, by the hierarchical roofline model.
-
-    `regime`: the cache's if that was asked for.
 
     The accelerator is measured first; `machine` are the host's figures. `share` of the device's
     memory is planned with. What host memory cannot hold of the streamed weights stays on disk.
-    Raises: NoFeasiblePolicy when the memory of either does not do.
+    `shares` [L, E]: how tokens spread over the experts. Who says how to stream wants no cache.
+    Raises: NoFeasiblePolicy when the memory of either does not do; UsageError for what has no effect.
     """
+    asked = DeviceQuestion(
+        spec=spec, workload=workload, machine=machine, compute=compute, memory_bytes=budget,
+        device_bytes=int(share * device.memory.limit), base_bytes=base_bytes,
+        fixed=regime.overrides(spec, fixed), shares=shares, emulated=device.emulated,
+    )  # fmt: skip
+    refuse_to_cache(schedule, fixed, regime.given)
     if regime.regime == "cache":
-        return plan_cached(
-            device, spec, workload, machine=machine, compute=compute, fixed=fixed, budget=budget,
-            base_bytes=base_bytes, share=share, regime=regime, schedule=schedule,
-        )  # fmt: skip
+        return cached_plan(asked)
     from moebatch.runtime.probe_device import measure_device
 
     processor, link, back = measure_device(device, dtype=spec.weight_dtype, compute=compute)
     machine = replace(machine, accelerator=processor, link=link, link_back=back)
+    asked = replace(asked, machine=machine)
+    streamed = _streaming_plan(asked, schedule)
+    return choose_on_device(asked, streamed) if schedule is None else streamed
+
+
+def _streaming_plan(asked: DeviceQuestion, schedule: str | None) -> DevicePlan:
+    """The best policy that streams.
+
+    Raises: NoFeasiblePolicy.
+    """
+    spec, workload, machine = asked.spec, asked.workload, asked.machine
     attention: Processor = "gpu" if schedule in ON_DEVICE else "cpu"
-    fixed = replace(fixed, kv_dtype=fixed.kv_dtype or spec.weight_dtype,
-                    attention=attention if schedule else fixed.attention)  # fmt: skip
-    device_bytes = int(share * device.memory.limit)
-    limits = Limits(host=budget, accelerator=device_bytes, reserve=0, usable=1.0)
-    asked = fixed
+    given = replace(asked.fixed, kv_dtype=asked.fixed.kv_dtype or spec.weight_dtype,
+                    attention=attention if schedule else asked.fixed.attention,
+                    regime="stream")  # fmt: skip
+    limits = Limits(host=asked.memory_bytes, accelerator=asked.device_bytes, reserve=0, usable=1.0)
+    fixed = given
     while True:
-        outlook = look(spec, workload, machine, limits=limits, compute=compute, fixed=fixed)
+        outlook = look(spec, workload, machine, limits=limits, compute=asked.compute, fixed=fixed)
         for policy in (outlook.policy, *(other for other, _ in outlook.alternatives)):
-            found = settle(spec, policy, schedule=schedule or policy.schedule, fixed=asked,
-                           device_bytes=device_bytes)  # fmt: skip
-            plan = found and _with_host(spec, found, budget=budget, base_bytes=base_bytes,
-                                        emulated=device.emulated)  # fmt: skip
+            found = settle(spec, policy, schedule=schedule or policy.schedule, fixed=given,
+                           device_bytes=asked.device_bytes)  # fmt: skip
+            plan = found and _with_host(spec, found, budget=asked.memory_bytes,
+                                        base_bytes=asked.base_bytes,
+                                        emulated=asked.emulated)  # fmt: skip
             if plan:
-                if device.emulated:  # which computes with the host's own cores
+                if asked.emulated:  # which computes with the host's own cores
                     return plan
                 rate = predicted_throughput(spec, workload, machine, plan.policy)
                 return replace(plan, throughput=rate)
         half = outlook.policy.batch_size // 2
-        if asked.batch_size is not None or half == 0:
+        if given.batch_size is not None or half == 0:
             raise NoFeasiblePolicy(
-                f"no policy for this model fits {format_bytes(device_bytes)} of accelerator memory "
-                f"and {format_bytes(budget)} of host memory",
+                f"no policy for this model fits {format_bytes(asked.device_bytes)} of accelerator "
+                f"memory and {format_bytes(asked.memory_bytes)} of host memory",
                 hint="raise --gpu-memory or --memory, lower --batch-size, or use --device cpu",
             )
         fixed = replace(fixed, batch_size=half)
@@ -191,7 +206,8 @@ def given_plan(device: "Device", spec: ModelSpec, policy: Policy, *, budget: int
                 f"there are {format_bytes(limit)}",
                 hint="raise --memory or --gpu-memory, or leave --policy away",
             )
-    return plan
+    return with_fitting_tail(spec, plan, device_bytes=device.memory.limit, budget=budget,
+                             emulated=device.emulated)  # fmt: skip
 
 
 def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> str:
@@ -201,6 +217,8 @@ def device_line(name: str, device: "Device", plan: DevicePlan, budget: int) -> s
         kept = f"cache of {policy.expert_slots} experts, {policy.eviction}"
     else:
         kept = f"weights resident {policy.weights_resident:.0%}"
+        if policy.tail_rows:
+            kept += f" · expert cache from {policy.tail_rows} rows on"
     return (
         f"{name} on {device.name} ({format_bytes(device.memory.limit)}): {policy.schedule} · "
         f"batch {policy.batch_size}, micro-batch {policy.micro_batch_size} · "

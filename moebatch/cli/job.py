@@ -31,7 +31,7 @@ from moebatch.cli.planning import (
     workload_of,
 )
 from moebatch.cli.progress import View
-from moebatch.cli.regime import refuse_on_device, routing_of
+from moebatch.cli.regime import known_shares, refuse_on_device, routing_of
 from moebatch.cli.speculation import Drafting, Speculation
 from moebatch.cli.stop import Stop
 from moebatch.cli.this_machine import this_machine
@@ -209,8 +209,6 @@ class Job:
         how = self._arithmetic(accelerator=device is not None)
         budget = self.resources.memory_bytes or host.default_budget_bytes()
         workload = workload_of(head, num_rows, complete=len(head) < _PEEKED_ROWS)
-        if device is not None:
-            refuse_on_device(self.resources.regime)
         drafting = self.speculation.prepared(workload)
         plan, line = self._plan(device, workload, compute=how.compute, threads=how.threads,
                                 budget=budget, share=share, attention=work.attention_before(),
@@ -281,19 +279,21 @@ class Job:
 
         spec, resources = self.model.spec, self.speculation.reserved(self.resources)
         base = host.base_bytes() + drafting.memory_bytes
-        if device is not None and resources.policy is not None:
-            policy = overridden(resources.policy, resources.overrides)
-            given = given_plan(device, spec, policy, budget=budget, base_bytes=base)
-            return given, device_line(self.model.name, device, given, budget)
         if device is None:
             planned = plan_run(self.model, workload, resources, compute=compute, threads=threads,
                                budget=budget, base_bytes=base)  # fmt: skip
             return planned, plan_line(self.model.name, spec, planned, budget)
-        fixed = replace(resources.overrides, attention=attention)
-        fitted = plan_for(device, spec, workload, machine=this_machine(threads=threads),
-                          compute=compute, schedule=self.accelerator.schedule, fixed=fixed,
-                          budget=budget, base_bytes=base, share=share,
-                          regime=resources.regime)  # fmt: skip
+        refuse_on_device(resources.regime)
+        if resources.policy is not None:
+            asked = resources.regime.overrides(spec, resources.overrides)
+            fitted = given_plan(device, spec, overridden(resources.policy, asked), budget=budget,
+                                base_bytes=base)  # fmt: skip
+        else:
+            fitted = plan_for(
+                device, spec, workload, machine=this_machine(threads=threads), compute=compute,
+                schedule=self.accelerator.schedule, budget=budget, base_bytes=base, share=share,
+                fixed=replace(resources.overrides, attention=attention), regime=resources.regime,
+                shares=known_shares(self.model))  # fmt: skip
         return fitted, device_line(self.model.name, device, fitted, budget)
 
     def _policy_source(self) -> str:

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from moebatch.cli.cached_accelerator import refuse_to_cache
 from moebatch.cli.regime import RegimeOptions, known_shares, refuse_on_device
 from moebatch.cli.this_machine import read_machine, this_machine
 from moebatch.errors import ModelError, UsageError
@@ -57,6 +58,7 @@ class Asked:
         machine = machines[0][1] if len(machines) == 1 else machine
         if machine.accelerator is not None:
             refuse_on_device(regime)
+            refuse_to_cache(None, fixed, regime.given)
         return cls(
             model_name=model,
             spec=spec,

@@ -100,9 +100,6 @@ def refuse_on_device(asked: RegimeOptions) -> None:
     if asked.routing_trace is not None:
         raise UsageError("--routing-trace is for machines without an accelerator",
                          hint="add --device cpu, or leave it away")  # fmt: skip
-    if asked.given and asked.regime != "cache":
-        raise UsageError(f"with an accelerator {asked.given} needs --regime cache",
-                         hint="add --regime cache, or leave it away")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

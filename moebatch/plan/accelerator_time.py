@@ -61,6 +61,16 @@ class Resources:
             longest = np.maximum(longest, getattr(self, field.name))
         return longest
 
+    @property
+    def in_turn(self) -> Amount:
+        """The pass, when nothing is done beside anything else."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def plus(self, other: "Resources") -> "Resources":
+        """Both, resource by resource."""
+        names = [field.name for field in fields(self)]
+        return Resources(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorMemory:
@@ -111,30 +121,19 @@ class AcceleratorModel:
         assert machine.accelerator is not None
         self._spec, self._machine, self._kv_dtype = spec, machine, kv_dtype
         self._gpu, self._host = machine.accelerator, machine.host
-        self._prompt, self._gen, self._pairs = mean_prompt, mean_gen, pairs_per_prompt
+        self.mean_prompt, self._gen, self._pairs = mean_prompt, mean_gen, pairs_per_prompt
         self._base, self._reserve = base_bytes, reserve_bytes
 
     def decode(self, at: Setting) -> Resources:
         """One decode step of the whole batch, its rows at their mean context."""
-        spec, layers = self._spec, self._spec.num_layers
-        rows, context = at.batch, self._prompt + self._gen / 2
-        calls = np.maximum(1.0, rows / at.micro_batch)
-        attention = cost.decode_attention(spec, rows, rows * context, self._kv_dtype)
-        ffn_calls = np.maximum(1.0, calls / at.group)
-        gpu = calls * self._around(rows / calls, self._gpu) + at.gpu_attention * _roof(
-            attention, self._gpu, spec.weight_dtype
-        )
-        host = (1 - at.gpu_attention) * _roof(attention, self._host, "float32")
+        spec, layers, rows = self._spec, self._spec.num_layers, at.batch
+        gpu, host, in_bytes, out_bytes = self._decode_layer(at)
+        ffn_calls = np.maximum(1.0, np.maximum(1.0, rows / at.micro_batch) / at.group)
         sparse = layers - len(spec.dense_layers)
         ffn_gpu = ffn_calls * _roof(
             cost.experts(spec, rows / ffn_calls), self._gpu, spec.weight_dtype
         )
         ffn_host = _roof(cost.experts(spec, rows), self._host, spec.weight_dtype)
-        kv_moved = at.gpu_attention * (1 - at.kv_resident)
-        context_in = kv_moved * cost.kv_bytes(spec, rows * context, self._kv_dtype)
-        in_bytes = (1 - at.gpu_attention) * cost.attended_bytes(spec, rows) + context_in
-        out_bytes = (1 - at.gpu_attention) * cost.qkv_bytes(spec, rows)
-        out_bytes = out_bytes + kv_moved * cost.kv_bytes(spec, rows, self._kv_dtype)
         moved = (1 - at.gpu_ffn) * cost.hidden_bytes(spec, rows)
         weights, disk = self._streamed(at)
         return Resources(
@@ -145,20 +144,28 @@ class AcceleratorModel:
             disk=disk / self._machine.disk_bandwidth,
         )
 
+    def decode_around(self, at: Setting) -> Resources:
+        """The same without the layers' experts, and as if all other weights were resident."""
+        layers = self._spec.num_layers
+        gpu, host, in_bytes, out_bytes = self._decode_layer(at)
+        return Resources(
+            accelerator=layers * gpu + self._ends(at.batch, at.batch),
+            host=layers * host,
+            to_accelerator=layers * in_bytes / self._machine.link,
+            to_host=layers * out_bytes / self._machine.link_back,
+            disk=0.0,
+        )
+
     def prefill(self, at: Setting) -> Resources:
         """One prefill pass; everything is computed on the accelerator but experts where F_g = 0."""
         spec, layers = self._spec, self._spec.num_layers
-        tokens = at.prefill_batch * self._prompt
+        tokens = at.prefill_batch * self.mean_prompt
+        gpu, kv_out = self._prefill_layer(at)
         calls = np.maximum(1.0, at.prefill_batch / at.prefill_micro_batch)
-        attention = cost.prefill_attention(spec, tokens, at.prefill_batch * self._pairs)
-        gpu = calls * self._around(tokens / calls, self._gpu)
-        gpu = gpu + _roof(attention, self._gpu, spec.weight_dtype)
         sparse = layers - len(spec.dense_layers)
         ffn_gpu = calls * _roof(cost.experts(spec, tokens / calls), self._gpu, spec.weight_dtype)
         ffn_host = _roof(cost.experts(spec, tokens), self._host, spec.weight_dtype)
         moved = (1 - at.gpu_ffn) * cost.hidden_bytes(spec, tokens)
-        on_host = 1 - at.gpu_attention * at.kv_resident
-        kv_out = on_host * cost.kv_bytes(spec, tokens, self._kv_dtype)
         weights, disk = self._streamed(at)
         return Resources(
             accelerator=layers * gpu + sparse * at.gpu_ffn * ffn_gpu
@@ -168,6 +175,49 @@ class AcceleratorModel:
             to_host=(layers * kv_out + sparse * moved) / self._machine.link_back,
             disk=disk / self._machine.disk_bandwidth,
         )  # fmt: skip
+
+    def prefill_around(self, at: Setting) -> Resources:
+        """The same without the layers' experts, and as if all other weights were resident."""
+        layers, tokens = self._spec.num_layers, at.prefill_batch * self.mean_prompt
+        gpu, kv_out = self._prefill_layer(at)
+        return Resources(
+            accelerator=layers * gpu + self._ends(tokens, at.prefill_batch),
+            host=0.0,
+            to_accelerator=0.0,
+            to_host=layers * kv_out / self._machine.link_back,
+            disk=0.0,
+        )
+
+    def expert_s(self, tokens: Amount) -> Amount:
+        """One expert with so many tokens on the accelerator."""
+        return _roof(cost.one_expert(self._spec, tokens), self._gpu, self._spec.weight_dtype)
+
+    def _decode_layer(self, at: Setting) -> tuple[Amount, Amount, Amount, Amount]:
+        """One layer of a decode step without experts: seconds of accelerator and host, bytes to the
+        accelerator and back."""
+        spec, rows, context = self._spec, at.batch, self.mean_prompt + self._gen / 2
+        calls = np.maximum(1.0, rows / at.micro_batch)
+        attention = cost.decode_attention(spec, rows, rows * context, self._kv_dtype)
+        gpu = calls * self._around(rows / calls, self._gpu) + at.gpu_attention * _roof(
+            attention, self._gpu, spec.weight_dtype
+        )
+        host = (1 - at.gpu_attention) * _roof(attention, self._host, "float32")
+        kv_moved = at.gpu_attention * (1 - at.kv_resident)
+        context_in = kv_moved * cost.kv_bytes(spec, rows * context, self._kv_dtype)
+        in_bytes = (1 - at.gpu_attention) * cost.attended_bytes(spec, rows) + context_in
+        out_bytes = (1 - at.gpu_attention) * cost.qkv_bytes(spec, rows)
+        out_bytes = out_bytes + kv_moved * cost.kv_bytes(spec, rows, self._kv_dtype)
+        return gpu, host, in_bytes, out_bytes
+
+    def _prefill_layer(self, at: Setting) -> tuple[Amount, Amount]:
+        """One layer of a prefill pass without experts: seconds, bytes of the cache to the host."""
+        spec, tokens = self._spec, at.prefill_batch * self.mean_prompt
+        calls = np.maximum(1.0, at.prefill_batch / at.prefill_micro_batch)
+        attention = cost.prefill_attention(spec, tokens, at.prefill_batch * self._pairs)
+        gpu = calls * self._around(tokens / calls, self._gpu)
+        gpu = gpu + _roof(attention, self._gpu, spec.weight_dtype)
+        on_host = 1 - at.gpu_attention * at.kv_resident
+        return gpu, on_host * cost.kv_bytes(spec, tokens, self._kv_dtype)
 
     def throughput(self, at: Setting, *, prefill_s: Amount, decode_s: Amount) -> Amount:
         """Generated tokens per second of a batch: N n / (T_prefill + n T_decode), section 3.3.
@@ -186,19 +236,19 @@ class AcceleratorModel:
         streamed = (layers - at.attention_pages) * attention + at.gpu_ffn * (
             spec.num_expert_pages - at.expert_pages
         ) * expert
-        context = self._prompt + self._gen
+        context = self.mean_prompt + self._gen
         kv_layer = cost.kv_bytes(spec, context, self._kv_dtype)
         # A_g = 1: the context of two micro-batches is on its way or in use in each of two layers.
         kv_buffer = at.gpu_attention * (1 - at.kv_resident) * 2 * at.micro_batch * kv_layer
         kv_home = at.gpu_attention * at.kv_resident * at.batch * kv_layer * layers
-        rows, prompts = at.micro_batch, at.prefill_micro_batch * self._prompt
+        rows, prompts = at.micro_batch, at.prefill_micro_batch * self.mean_prompt
         return AcceleratorMemory(
             reserve=float(self._reserve),
             vocabulary=float(spec.vocabulary_params * item),
             resident_weights=at.attention_pages * attention + at.expert_pages * expert,
             weight_buffer=2 * streamed / layers,
             kv_cache=kv_home,
-            prefill=self._activations(at.prefill_batch * self._prompt, prompts, at.gpu_ffn)
+            prefill=self._activations(at.prefill_batch * self.mean_prompt, prompts, at.gpu_ffn)
             + self._logits(at.prefill_micro_batch),
             decode=self._activations(at.batch, rows * at.group, at.gpu_ffn)
             + self._logits(rows)
@@ -211,9 +261,11 @@ class AcceleratorModel:
         attention, expert = cost.mean_attention_page_bytes(spec), cost.expert_page_bytes(spec)
         away = (spec.num_layers - at.attention_pages) * attention
         away = away + (spec.num_expert_pages - at.expert_pages - at.disk_pages) * expert
-        context = (self._prompt + self._gen + 8) * at.batch  # half a block is lost at a row's end
+        context = (
+            self.mean_prompt + self._gen + 8
+        ) * at.batch  # half a block is lost at a row's end
         kv = (1 - at.gpu_attention * at.kv_resident) * cost.kv_bytes(spec, context, self._kv_dtype)
-        rows = np.maximum(at.batch, (1 - at.gpu_ffn) * at.prefill_batch * self._prompt)
+        rows = np.maximum(at.batch, (1 - at.gpu_ffn) * at.prefill_batch * self.mean_prompt)
         return HostMemory(
             base=float(self._base),
             weights=away,

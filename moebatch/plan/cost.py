@@ -126,6 +126,15 @@ def experts(spec: ModelSpec, tokens: Amount) -> Work:
     )
 
 
+def one_expert(spec: ModelSpec, tokens: Amount) -> Work:
+    """Gate, up and down of one expert with so many tokens."""
+    return Work(
+        flops=2.0 * tokens * spec.expert_params,
+        weight_bytes=expert_page_bytes(spec),
+        data_bytes=tokens * (2 * spec.hidden_size + 3 * spec.expert_size) * ACTIVATION_BYTES,
+    )
+
+
 def base_ffn(spec: ModelSpec, tokens: Amount, *, dense: bool) -> Work:
     """The FFN that every token goes through: of a layer without experts, or the shared experts."""
     size = spec.dense_size if dense else spec.shared_size

@@ -53,12 +53,14 @@ class DeviceMemory:
 class DevicePlan:
     """A policy for an accelerator, the host memory it takes, and the tokens a second it can reach.
 
-    `throughput` None: nothing is said, of a policy from a file or of an emulated device.
+    `throughput` None: nothing is said, of a policy from a file or of an emulated device. `crossover`
+    as in Plan.
     """
 
     policy: Policy
     memory: MemoryPlan
     throughput: float | None = None
+    crossover: int | None = None
 
 
 def device_memory(spec: ModelSpec, policy: Policy) -> DeviceMemory:

@@ -116,6 +116,10 @@ class HostTime:
             placing=streamed * self.rates.per_streamed_byte_s,
         )
 
+    def expert_s(self, tokens: Amount) -> Amount:
+        """One expert with so many tokens, used where it was read."""
+        return self._product(cost.one_expert(self._spec, tokens), tokens, 0.0)
+
     def _product(
         self, work: cost.Work, tokens: Amount, kept: Amount, calls: Amount = 1.0
     ) -> Amount:

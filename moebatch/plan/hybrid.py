@@ -182,6 +182,41 @@ def balanced(load: LayerLoad, costs: ExpertCosts) -> Split:
     return best if constant else _improved(load, best, costs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualSplits:
+    """The best splits of `count` experts with equally many tokens when none, one, ... all are missing.
+
+    Arrays [count + 1]: seconds, experts that the host computes, experts that the link brings.
+    """
+
+    makespan_s: np.ndarray
+    host: np.ndarray
+    fetched: np.ndarray
+
+
+def equal_splits(count: int, costs: ExpertCosts, *, tokens: float, can_fetch: int,
+                 one_processor: bool = False) -> EqualSplits:  # fmt: skip
+    """What `balanced` finds for experts of so many tokens each, in closed form.
+
+    `one_processor`: accelerator and host are the same cores, and compute one after the other.
+    """
+    missing = np.arange(count + 1)[:, None]
+    on_host = np.arange(count + 1)[None, :]
+    fetched = np.maximum(0, missing - on_host)
+    device_s = costs.device_expert_s + costs.device_token_s * tokens
+    host_s = costs.host_expert_s + costs.host_token_s * tokens
+    host = on_host * host_s + costs.host_start_s * (on_host > 0)
+    device = (count - on_host) * device_s
+    # The accelerator waits for the first that comes, if nothing is there, or for the last.
+    first = costs.transfer_s + fetched * device_s
+    arrived = np.maximum(first, fetched * costs.transfer_s + device_s) * (fetched > 0)
+    end = host + device if one_processor else np.maximum(host, device)
+    end = np.where(fetched > can_fetch, np.inf, np.maximum(end, arrived))
+    best = end.argmin(axis=1)
+    rows = np.arange(count + 1)
+    return EqualSplits(makespan_s=end[rows, best], host=best, fetched=fetched[rows, best])
+
+
 def _thresholds(load: LayerLoad, away: Sequence[int], here: Sequence[int],
                 costs: ExpertCosts) -> tuple[int, int]:  # fmt: skip
     """(experts fetched, the largest; experts taken by the host of those that are there, the smallest).

@@ -9,6 +9,16 @@ from math import ceil
 
 from moebatch.errors import NoFeasiblePolicy
 from moebatch.plan.accelerator_time import RESERVE_BYTES, AcceleratorModel, Resources, Setting
+from moebatch.plan.cached_fit import other_bytes, slot_bytes
+from moebatch.plan.device_fit import DevicePlan
+from moebatch.plan.device_regime import (
+    DeviceQuestion,
+    cached_plan,
+    clearly_cached,
+    rate,
+    setting_of,
+    tail_of,
+)
 from moebatch.plan.machine import MachineSpec, Numbers
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import KV_BLOCK_TOKENS, Overrides, Policy
@@ -21,7 +31,6 @@ from moebatch.plan.search_accelerator import (
     least_memory,
     page_levels,
     search,
-    settings_of,
 )
 from moebatch.plan.workload import WorkloadSpec
 from moebatch.units import format_bytes
@@ -91,7 +100,15 @@ def look(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec, *, limit
     if machine.accelerator is None:
         return _on_host(spec, workload, machine, limits=limits, compute=compute, fixed=fixed,
                         shares=shares)  # fmt: skip
-    return _on_accelerator(spec, workload, machine, limits=limits, fixed=fixed, space=space)
+    asked = DeviceQuestion(
+        spec=spec, workload=workload, machine=machine, compute=compute, fixed=fixed, shares=shares,
+        memory_bytes=limits.of_host(machine), base_bytes=BASE_BYTES,
+        device_bytes=limits.of_accelerator(machine) - limits.reserve,
+    )  # fmt: skip
+    if fixed.regime == "cache":
+        return _cached(asked, cached_plan(asked), limits.reserve)
+    streamed = _on_accelerator(spec, workload, machine, limits=limits, fixed=fixed, space=space)
+    return streamed if space == "paper" else _with_regime(asked, streamed, limits.reserve)
 
 
 def speed_of(spec: ModelSpec, workload: WorkloadSpec, *, limits: Limits, compute: str,
@@ -189,6 +206,51 @@ def _on_accelerator(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpe
     )
 
 
+def _with_regime(asked: DeviceQuestion, streamed: Outlook, reserve: int) -> Outlook:
+    """The cache regime where that is clearly faster, else streaming with its tail."""
+    policy, memories = streamed.policy, streamed.memories
+    tail = tail_of(asked, policy, host_bytes=memories[-1].peak)
+    plan = clearly_cached(asked, policy)
+    if plan is not None:
+        others = ((policy, streamed.throughput), *streamed.alternatives)
+        found = _cached(asked, plan, reserve)
+        return replace(found, crossover=tail.crossover, alternatives=others[:5])
+    if tail.host_bytes:
+        host = memories[-1]
+        parts = {**host.parts, "experts_for_the_tail": tail.host_bytes}
+        host = replace(host, parts=parts, peak=host.peak + tail.host_bytes)
+        memories = (*memories[:-1], host)
+    return replace(streamed, policy=tail.policy, memories=memories, crossover=tail.crossover)
+
+
+def _cached(asked: DeviceQuestion, plan: DevicePlan, reserve: int) -> Outlook:
+    """What there is to know of a plan of the cache regime."""
+    spec, work, policy = asked.spec, asked.workload, plan.policy
+    at, time = setting_of(spec, work, policy), asked.time(policy.kv_dtype)
+    decode = time.cached_decode(at, policy.expert_slots)
+    prefill = time.cached_prefill(at, policy.expert_slots)
+    experts = policy.expert_slots * slot_bytes(spec)
+    parts = {"reserve": reserve, "experts": experts, "all_else": other_bytes(spec, policy)}
+    on_host = {name: int(size) for name, size in asdict(plan.memory).items()}
+    speed = rate(asked, policy)
+    return Outlook(
+        policy=policy,
+        throughput=speed,
+        prefill_pass_s=prefill.total,
+        decode_step_s=decode.total,
+        layer=_per_layer(decode.busy, spec),
+        prefill_layer=_per_layer(prefill.busy, spec),
+        memories=(
+            MemoryMap(name="accelerator memory", parts=parts, peak=sum(parts.values()),
+                      limit=asked.device_bytes + reserve),
+            MemoryMap(name="host memory", parts=on_host, peak=int(plan.memory.total),
+                      limit=asked.memory_bytes),
+        ),
+        seconds=None if work.num_sequences is None else work.num_sequences * work.mean_gen / speed,
+        alternatives=(),
+    )  # fmt: skip
+
+
 def _alternative(spec: ModelSpec, workload: WorkloadSpec, one: Found,
                  kv_dtype: str) -> tuple[Policy, float]:  # fmt: skip
     return policy_of(spec, workload, one.setting, kv_dtype), one.throughput
@@ -222,17 +284,7 @@ def policy_of(spec: ModelSpec, workload: WorkloadSpec, at: Setting, kv_dtype: st
 def predicted_throughput(spec: ModelSpec, workload: WorkloadSpec, machine: MachineSpec,
                          policy: Policy) -> float:  # fmt: skip
     """Tokens per second that the model gives a policy, whatever memory it takes."""
-    pages = policy.weights_resident * (spec.num_layers + spec.num_expert_pages)
-    attention, experts = settings_of(spec, round(pages))
-    prompts = min(policy.batch_size, max(1.0, policy.prefill_tokens / workload.mean_prompt))
-    on_disk = policy.weights_on_disk * (spec.num_layers + spec.num_expert_pages)
-    at = Setting(
-        batch=policy.batch_size, micro_batch=policy.micro_batch_size, prefill_batch=prompts,
-        prefill_micro_batch=min(prompts, policy.micro_batch_size),
-        gpu_attention=float(policy.attention == "gpu"), gpu_ffn=float(policy.ffn == "gpu"),
-        attention_pages=attention, expert_pages=experts, kv_resident=policy.kv_resident,
-        group=policy.experts_grouped, disk_pages=min(on_disk, spec.num_expert_pages - experts),
-    )  # fmt: skip
+    at = setting_of(spec, workload, policy)
     model = accelerator_model(spec, workload, machine, policy.kv_dtype)
     prefill, decode = model.prefill(at).total, model.decode(at).total
     return float(model.throughput(at, prefill_s=prefill, decode_s=decode))

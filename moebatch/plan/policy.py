@@ -44,8 +44,9 @@ class Policy:
     In the "cache" regime of few rows only experts that have tokens are read: `expert_slots` of them are
     kept, whoever is worth least by `eviction` leaves, and routers of the next `prefetch_layers` layers
     say what to read ahead. In the "stream" regime the job's tail changes over to that cache once no
-    more than `tail_rows` rows are left; 0: it never does. With an accelerator `misses` says who
-    computes what is not in its cache; `keep_computed`: what the host did is brought for later.
+    more than `tail_rows` rows are left, which may go on for `tail_passes` or longer; 0 rows: it never
+    does. With an accelerator `misses` says who computes what is not in its cache; `keep_computed`: what
+    the host did is brought for later.
     """
 
     batch_size: int
@@ -69,6 +70,7 @@ class Policy:
     eviction: EvictionName = "mrs"
     prefetch_layers: int = 3
     tail_rows: int = 0
+    tail_passes: int = 0
     misses: Misses = "balanced"
     keep_computed: bool = True
 
@@ -82,7 +84,7 @@ class Policy:
                 continue
             if type(value) is not int or value < 1:
                 raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 1 on")
-        for name in ("expert_slots", "prefetch_layers", "tail_rows"):
+        for name in ("expert_slots", "prefetch_layers", "tail_rows", "tail_passes"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise UsageError(f"policy: {name} is {value!r}, must be a whole number from 0 on")

@@ -41,10 +41,8 @@ from moebatch.plan.workload import WorkloadSpec
 EVICTION: EvictionName = "mrs"  # unless the user says otherwise
 _SPARE = 2  # experts on their way beside those that are kept
 _FOLLOWED = 2  # candidates whose passes are followed one by one
-_SWEEP = (
-    0.95  # a pass that touches this share of the experts reads all: there caching means nothing
-)
-_CLEARLY = 0.95  # what takes no more than this share of the time is clearly faster
+SWEEP = 0.95  # a pass that touches this share of the experts reads all: there caching means nothing
+CLEARLY = 0.95  # what takes no more than this share of the time is clearly faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +77,12 @@ def choose_regime(asked: Question) -> Plan:
         cached = cache_plan(asked)
     except NoFeasiblePolicy:
         return streamed
-    if (
-        cost.distinct_experts(asked.spec, cached.policy.batch_size)
-        > _SWEEP * asked.spec.num_experts
-    ):
+    if cost.distinct_experts(asked.spec, cached.policy.batch_size) > SWEEP * asked.spec.num_experts:
         return streamed
     rows = asked.workload.num_sequences
     few = rows is not None and streamed.crossover is not None and rows <= streamed.crossover
     # Of few rows nearly all passes are the tail's: then both are nearly the same.
-    if streamed.job.throughput < cached.job.throughput * (1 / _CLEARLY if few else _CLEARLY):
+    if streamed.job.throughput < cached.job.throughput * (1 / CLEARLY if few else CLEARLY):
         others = ((streamed.policy, streamed.job.throughput), *streamed.alternatives)
         return replace(cached, crossover=streamed.crossover, alternatives=others[:6])
     return streamed
@@ -251,7 +246,7 @@ def _first_loss(asked: Question, rows: Numbers, *, attention: int, experts: int,
     streamed = streaming.seconds(load, attention_pages=attention, expert_pages=experts).total
     cached = caching.seconds(load, attention_pages=attention, expert_pages=slots).total
     # A gain of a few per cent is within the error of prediction, and both curves are flat there.
-    slower = np.flatnonzero(cached >= _CLEARLY * np.broadcast_to(streamed, cached.shape))
+    slower = np.flatnonzero(cached >= CLEARLY * np.broadcast_to(streamed, cached.shape))
     return int(slower[0]) if slower.size else int(rows.size)
 
 

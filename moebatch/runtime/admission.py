@@ -5,6 +5,7 @@ does not grow with the data set, and a short request is overtaken by at most one
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 from moebatch.data.requests import Request, RowError
@@ -15,6 +16,16 @@ from moebatch.runtime.sequence import Sequence
 
 _MIN_WINDOW = 64
 _MAX_WINDOW = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remainder:
+    """The tail of a job: rows in flight, passes that they take at most, and blocks of the KV cache that
+    they may come to hold."""
+
+    rows: int
+    passes: int
+    reserved_blocks: int
 
 
 class Admission:
@@ -50,18 +61,17 @@ class Admission:
         return self._waiting
 
     @property
-    def is_tail(self) -> bool:
-        """Whether nobody will join any more, and all prompts have been read."""
-        return (
-            self._exhausted
-            and not self._waiting
-            and not any(sequence.remaining_prompt for sequence in self.active)
+    def tail(self) -> "Remainder | None":
+        """What is left, once nobody will join any more and all prompts have been read."""
+        if not self._exhausted or self._waiting or not self.active:
+            return None
+        if any(sequence.remaining_prompt for sequence in self.active):
+            return None
+        return Remainder(
+            rows=len(self.active),
+            passes=max(sequence.tokens_left for sequence in self.active),
+            reserved_blocks=self._reserved,
         )
-
-    @property
-    def reserved(self) -> int:
-        """Blocks that the sequences in flight may come to hold."""
-        return self._reserved
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: its blocks and its place are free."""

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from moebatch.errors import NoFeasiblePolicy
+from moebatch.errors import Interrupted, NoFeasiblePolicy
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
 from moebatch.model.linear import ComputeType
-from moebatch.plan.cached_fit import cached_policy
+from moebatch.plan.cached_fit import cached_policy, slot_bytes, tail_policy, tail_working_bytes
 from moebatch.plan.eviction import eviction, preload_order, shares_of
 from moebatch.plan.expert_cache import CacheCounts, ExpertCache
 from moebatch.plan.hybrid import ExpertCosts
+from moebatch.plan.memory import LOADERS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import PageTable
 from moebatch.plan.policy import Policy
@@ -49,45 +50,81 @@ class CachedDeviceBackend:
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  device: Device, compute: ComputeType, profile: Profile | None = None,
                  costs: ExpertCosts | None = None, chunk_bytes: int | None = None,
-                 interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+                 interrupted: Callable[[], bool] = lambda: False,
+                 before: DeviceBackend | None = None) -> None:  # fmt: skip
         """Take the device's memory.
 
         `policy` is made fit for the regime, see `cached_policy`. `profile`: tokens of each expert
         [L, E] in earlier runs, by which the cache is filled at first. `costs`: of the lanes; None:
         they are measured in `load`. `chunk_bytes`: of an expert that cross the link at a time.
-        Raises: NoFeasiblePolicy when the device's memory does not do.
+        `before`: a closed backend to go on from, under its `policy`, with its KV cache and the weights
+        in host memory; as many experts get a slot as the device has room for. There is nothing to
+        load then.
+        Raises: NoFeasiblePolicy when the device's memory does not do; of one to go on from, also
+        ModelError when a file cannot be read, and Interrupted.
         """
         slots = min(policy.expert_slots, spec.num_expert_pages)
-        policy = cached_policy(replace(policy, expert_slots=slots))
-        self._spec, self._device, self._policy = spec, device, policy
+        fitted = (cached_policy if before is None else tail_policy)(policy)
+        self._policy = replace(fitted, expert_slots=slots)
+        self._spec, self._device = spec, device
         self._profile, self._costs, self._chunk_bytes = profile, costs, chunk_bytes
         try:
-            self._store = PinnedExperts(checkpoint, spec=spec, family=family, device=device,
-                                      num_slots=slots, compute=compute)  # fmt: skip
+            self._store = PinnedExperts(
+                checkpoint, spec=spec, family=family, device=device, compute=compute,
+                num_slots=0 if before else slots,
+                # No name for these: it would keep the device's memory when it is given back.
+                held=None if before is None else before.store.held_experts(),
+            )  # fmt: skip
+            if before is not None:
+                self._take_over(before, tail_working_bytes(spec, policy), interrupted)
             self._inner = DeviceBackend(
                 checkpoint,
                 spec=spec,
                 family=family,
-                policy=policy,
+                policy=self._policy,
                 device=device,
                 compute=compute,
                 interrupted=interrupted,
                 table=_without_experts(spec),
                 experts=self._make_experts,
+                before=before,
             )
         except NoFeasiblePolicy as error:
             error.hint = _HINT
             raise
         self.kv = self._inner.kv
+        if before is not None:
+            self._inner.start()
+            self._fill(before.expert_tokens.tolist())
+
+    def _take_over(self, before: DeviceBackend, working_bytes: int,
+                   interrupted: Callable[[], bool]) -> None:  # fmt: skip
+        """Have all experts on the host, and as many slots on the device as there is room for beside
+        the `working_bytes` of passes."""
+
+        def look_up(done: int, total: int) -> None:
+            if interrupted():
+                raise Interrupted
+
+        spec, memory = self._spec, self._device.memory
+        before.give_up(_without_experts(spec))
+        room = memory.limit - memory.used - working_bytes
+        slots = min(self._policy.expert_slots, max(0, room // slot_bytes(spec)))
+        self._policy = replace(self._policy, expert_slots=slots)
+        self._store.add_slots(slots)
+        self._store.load(threads=LOADERS, progress=look_up)
 
     def load(self, *, threads: int, progress: Progress) -> None:
         """See Backend. Then the cache is filled and the lanes are timed."""
         self._store.load(threads=threads, progress=progress)
         self._inner.load(threads=threads, progress=progress)
+        self._fill(self._profile)
+
+    def _fill(self, profile: Profile | None) -> None:
+        """Bring the most used experts to the device and time the lanes."""
         spec = self._spec
-        counts = self._profile or [[0] * spec.num_experts] * spec.num_layers
-        shares = shares_of(counts)
-        if self._profile is not None:
+        shares = shares_of(profile or [[0] * spec.num_experts] * spec.num_layers)
+        if profile is not None:
             self._slots.cache.seed(shares)
         self._slots.preload(preload_order(shares, without=spec.dense_layers))
         if self._costs is None:

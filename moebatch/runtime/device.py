@@ -152,6 +152,12 @@ class Scratch:
         self._device.spoil(held)
         return held[:num_bytes].view(dtype).view(shape)
 
+    def free(self) -> None:
+        """Give the device's memory back; what lies there is gone."""
+        for held in self._on_device.values():
+            self._device.free(held)
+        self._on_device.clear()
+
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     count = 1

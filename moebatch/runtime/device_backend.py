@@ -43,18 +43,20 @@ class DeviceBackend:
                  device: Device, compute: ComputeType, homes: tuple[Home, ...] | None = None,
                  interrupted: Callable[[], bool] = lambda: False,
                  table: PageTable | None = None,
-                 experts: Callable[[Routers], Experts] | None = None) -> None:  # fmt: skip
+                 experts: Callable[[Routers], Experts] | None = None,
+                 before: "DeviceBackend | None" = None) -> None:  # fmt: skip
         """Take the device's memory for weights and caches.
 
         `homes`: where each layer's streamed weights lie; None: in pinned memory, but for the policy's
         share on disk. `interrupted`: see `Executor`. `table` replaces the policy's, and `experts` makes
-        what computes the experts that are not in it.
+        what computes the experts that are not in it. `before`: a backend that was given up, to go on
+        from with its weights and caches; there is nothing to load then.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
         self._spec, self._policy, self._device = spec, policy, device
         style = STYLES[policy.schedule]
         self._group = max(policy.experts_grouped, style.group(policy.num_micro_batches))
-        self._store = DeviceStore(
+        self.store: DeviceStore = before.store if before else DeviceStore(
             checkpoint,
             spec=spec,
             family=family,
@@ -64,21 +66,21 @@ class DeviceBackend:
             homes=homes or layer_homes(spec, policy),
             ffn=policy.ffn,
             compute=compute,
-        )
-        self.kv = host_cache(spec, policy)
-        self._kv_on_gpu = kv_layers(spec, policy)
-        device_kv = self._device_cache() if any(self._kv_on_gpu) else None
-        self.kv.followers += [device_kv] if device_kv is not None else []
+        )  # fmt: skip
+        self._take_caches(before)
         self._rope = Rope(spec.rope, spec.head_dim)
         self._forward = DeviceForward(
             spec=spec,
-            store=self._store,
+            store=self.store,
             kv=self.kv,
             device=device,
-            device_kv=device_kv,
+            device_kv=self._device_kv,
             kv_slots=kv_slots(policy.schedule, policy.attention, self._group),
-            experts=None if experts is None else experts(self._store),
+            experts=None if experts is None else experts(self.store),
         )
+        if before is not None:
+            self._forward.expert_tokens = before.expert_tokens
+        self._expert_tokens = self._forward.expert_tokens
         self._executor = Executor(
             self._forward.handlers, background=BACKGROUND_LANES, queues=device.queues,
             interrupted=interrupted,
@@ -88,12 +90,16 @@ class DeviceBackend:
     @property
     def stream(self) -> StreamPlan:
         """How the layers are cut."""
-        return self._store.plan
+        return self.store.plan
 
     def load(self, *, threads: int, progress: Progress) -> None:
         """See Backend."""
-        self._store.load_resident(threads=threads, progress=progress)
-        self.prologue = stream_prologue(self._store.plan)
+        self.store.load_resident(threads=threads, progress=progress)
+        self.start()
+
+    def start(self) -> None:
+        """Begin to stream; for what goes on from another backend, in place of `load`."""
+        self.prologue = stream_prologue(self.store.plan)
         self.prologue_timeline = self._executor.run(self.prologue)
 
     def compute(self, groups: Sequence[Sequence[Segment]], *, all_logits: bool = False,
@@ -131,22 +137,32 @@ class DeviceBackend:
     @property
     def bytes_read(self) -> int:
         """See Backend."""
-        return self._store.bytes_read
+        return self.store.bytes_read
 
     @property
     def expert_tokens(self) -> Tensor:
         """See Backend."""
-        return self._forward.expert_tokens
+        return self._expert_tokens
 
     def close(self) -> None:
         """See Backend. The device is the caller's to close."""
         self._executor.close()
 
+    def give_up(self, table: PageTable) -> None:
+        """Keep caches, and of the weights those of `table`: all but the experts, now resident.
+
+        All other memory of the device is given back. The backend must be closed; another may go on.
+        Raises: DeviceMemoryFull.
+        """
+        self._forward.free()
+        del self._forward  # its views would keep what was given back
+        self.store.give_up_experts(table)
+
     def _schedule(self, phases: tuple[Phase, ...]) -> tuple[Step, list[Task]]:
         """A pass's step and its tasks; built once for each kind of pass."""
         if phases not in self._schedules:
             step = Step(
-                stream=self._store.plan,
+                stream=self.store.plan,
                 micro_batches=phases,
                 attention=self._policy.attention,
                 ffn=self._policy.ffn,
@@ -155,6 +171,20 @@ class DeviceBackend:
             )
             self._schedules[phases] = (step, pass_tasks(self._policy.schedule, step))
         return self._schedules[phases]
+
+    def _take_caches(self, before: "DeviceBackend | None") -> None:
+        """The host's cache and what of it lies on the device; those of `before` where there is one."""
+        self.kv: KVCache
+        self._device_kv: KVCache | None
+        self._kv_on_gpu: tuple[bool, ...]
+        if before is not None:
+            self.kv, self._device_kv = before.kv, before._device_kv
+            self._kv_on_gpu = before._kv_on_gpu
+            return
+        self.kv = host_cache(self._spec, self._policy)
+        self._kv_on_gpu = kv_layers(self._spec, self._policy)
+        self._device_kv = self._device_cache() if any(self._kv_on_gpu) else None
+        self.kv.followers += [self._device_kv] if self._device_kv is not None else []
 
     def _device_cache(self) -> KVCache:
         """The layers of the KV cache that stay on the device; the others take nothing."""

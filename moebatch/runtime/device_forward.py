@@ -143,6 +143,10 @@ class DeviceForward:
         self._staged: dict[tuple[int, int], Tensor] = {}
         self._contexts: dict[tuple[int, int], Tensor] = {}
 
+    def free(self) -> None:
+        """Give the memory of passes back; there will be none any more."""
+        self._scratch.free()
+
     def logits(self, tokens: Tensor) -> Tensor:
         """float32 logits [S, V] in host memory of the given tokens of the pass [S]."""
         vocabulary, device = self._store.vocabulary, self._device

@@ -35,6 +35,7 @@ from moebatch.plan.schedule import Processor
 from moebatch.plan.stream import Home, StreamPlan, stream_plan
 from moebatch.runtime.device import Device
 from moebatch.runtime.page_reader import PageReader
+from moebatch.runtime.pinned_experts import HeldExperts
 
 Where = tuple[int, int]
 Parts = dict[str, Linear | Tensor]
@@ -83,6 +84,7 @@ class DeviceStore:
         )
         self._staged: dict[Where, Tensor] = {}
         self._resident: dict[Where, Parts] = {}
+        self._memory: dict[Where, Tensor] = {}  # of the resident pages, on the device
         self._host_experts: dict[Where, Parts] = {}
         self._last_read: tuple[Where, Tensor] | None = None
         self.sinks: dict[int, Tensor] = {}
@@ -132,6 +134,43 @@ class DeviceStore:
         content = self._contents[layer].popleft()
         self._device.spoil(content.buffer)
         self._free.append(content.buffer)
+
+    def held_experts(self) -> HeldExperts:
+        """The experts that are in memory anyway; those on the device until `give_up_experts`."""
+        on_host = {}
+        for layer, image in self._images.items():
+            for unit in self.plan.layers[layer].units:
+                if unit.index != ATTENTION_PAGE:
+                    size = self._plans[layer, unit.index].num_bytes
+                    on_host[layer, unit.index - 1] = image[unit.start : unit.start + size]
+        on_device = {
+            (layer, page - 1): memory
+            for (layer, page), memory in self._memory.items()
+            if page != ATTENTION_PAGE
+        }
+        return HeldExperts(on_host=on_host, on_device=on_device)
+
+    def give_up_experts(self, table: PageTable) -> None:
+        """Stream nothing any more: the pages of `table`, all but the experts, become resident.
+
+        The experts' memory on the device and the layer buffers are given back; what was streamed
+        comes from its image in host memory, or from the checkpoint. Nothing may be under way.
+        Raises: DeviceMemoryFull.
+        """
+        cuts, images = self.plan.layers, self._images
+        self._free_all_but_attention()
+        self._table, self._ffn, self._host_experts = table, "gpu", {}
+        self.plan = stream_plan(table, {}, num_pages=1, homes=self.plan.homes)
+        self._images, self._staged, self._last_read = {}, {}, None
+        self._free_slots.clear()
+        for layer, page in table.resident:
+            if (layer, page) in self._resident:
+                continue
+            if layer in images:
+                start, size = cuts[layer].units[0].start, self._plans[layer, page].num_bytes
+                self._keep((layer, page), images[layer][start : start + size])
+            else:
+                self._load_one((layer, page))
 
     def attention(self, layer: int) -> AttentionWeights:
         """The weights of a layer's attention page, which must be on the device."""
@@ -229,9 +268,25 @@ class DeviceStore:
                 for name, t in tensors.items()
             }
             return
+        self._keep(where, memory)
+
+    def _keep(self, where: Where, memory: Tensor) -> None:
+        """Bring a page to the device, to stay there."""
         held = self._device.empty((memory.numel(),), torch.uint8)
         held.copy_(memory)
+        self._memory[where] = held
         self._resident[where] = self._views(where, held)
+
+    def _free_all_but_attention(self) -> None:
+        """Give back the device's memory of layer buffers and experts; nothing refers to it any more."""
+        for contents in self._contents.values():
+            self._free.extend(content.buffer for content in contents)
+        self._contents.clear()
+        while self._free:
+            self._device.free(self._free.pop())
+        for where in [w for w in self._memory if w[1] != ATTENTION_PAGE]:
+            self._resident.pop(where)
+            self._device.free(self._memory.pop(where))
 
     def _image(self, home: Home, num_bytes: int) -> Tensor:
         return self._device.pinned(num_bytes) if home == "pinned" else _host_bytes(num_bytes)

@@ -22,7 +22,7 @@ from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
-from moebatch.runtime.admission import Admission
+from moebatch.runtime.admission import Admission, Remainder
 from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import Profile
@@ -171,10 +171,9 @@ class Engine:
             yield from self._refused(admission)
             if not admission.active:
                 continue
-            tail = admission.is_tail and not more_follow
-            if isinstance(self._backend, TailBackend) and tail:
-                self._backend.look(len(admission.active), reserved_blocks=admission.reserved)
             with memory_errors():
+                if admission.tail and not more_follow:
+                    self._look(admission.tail)
                 broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
                 self._ended.pop(request.index, None)
@@ -221,7 +220,7 @@ class Engine:
     @property
     def regime(self) -> RegimeFacts | None:
         """What the regimes did."""
-        return regime_facts(self._backend, self._policy) or device_regime_facts(self._backend)
+        return device_regime_facts(self._backend) or regime_facts(self._backend, self._policy)
 
     @property
     def device_facts(self) -> dict[str, Any] | None:
@@ -305,6 +304,13 @@ class Engine:
             del self._ended[request.index]
             choices = sorted((s.to_choice() for s in ended), key=lambda choice: choice.index)
             yield Completion(request=request, choices=tuple(choices))
+
+    def _look(self, left: Remainder) -> None:
+        """Let the backend see the tail. What a change takes is decoding's time."""
+        start = time.perf_counter()
+        if isinstance(self._backend, TailBackend):
+            self._backend.look(left)
+        self.stats.decode_s += time.perf_counter() - start
 
     def _pass(self, active: list[Sequence]) -> list[Sequence]:
         """Compute one pass and sample; the sequences whose logits were not finite."""

@@ -142,7 +142,7 @@ class Executor:
         return Timeline(spans=tuple(self._take_spans(end)), start_s=start, end_s=end)
 
     def close(self) -> None:
-        """Stop the lanes; tasks that have not started are dropped."""
+        """Stop the lanes; tasks that have not started are dropped, and so is what handlers hold."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -150,6 +150,7 @@ class Executor:
             inbox.put(None)
         for thread in self._threads:
             thread.join()
+        self._handlers.clear()
 
     def _finish(self, keys: Sequence[Key], done: dict[Key, Signal]) -> None:
         """Wait until these tasks have been launched and have ended."""

@@ -4,8 +4,9 @@ Knows no policy: who decides what a slot holds is `expert_slots`. An expert's im
 in both places, and computed with in place in both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,20 +18,33 @@ from moebatch.model.linear import ComputeType, Linear, in_place
 from moebatch.model.weights import MATRICES, expert_of
 from moebatch.plan.eviction import ExpertId
 from moebatch.plan.model_spec import ModelSpec
+from moebatch.plan.schedule import Lane, Op, Task
 from moebatch.plan.stream import ALIGN
 from moebatch.runtime.device import Device
+from moebatch.runtime.executor import Queue, ThreadQueue
 from moebatch.runtime.page_reader import PageReader
 
 MakeLinear = Callable[[Tensor], Linear]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldExperts:
+    """Experts' bytes, as a checkpoint's page has them: in host memory, or in the device's alone."""
+
+    on_host: Mapping[ExpertId, Tensor] = field(default_factory=dict)
+    on_device: Mapping[ExpertId, Tensor] = field(default_factory=dict)
+
+
 class PinnedExperts:
-    """The experts of one model; `load` reads them all into host memory."""
+    """The experts of one model; `load` reads those into host memory that are not there."""
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, device: Device,
-                 num_slots: int, compute: ComputeType) -> None:  # fmt: skip
+                 num_slots: int, compute: ComputeType,
+                 held: HeldExperts | None = None) -> None:  # fmt: skip
         """Take pinned memory for all experts and the device's memory for the slots.
 
+        Of those that are `held`, memory on the host is taken over; from the device they are copied,
+        at once.
         Raises: NoFeasiblePolicy when the device's memory does not do.
         """
         self._spec, self._device = spec, device
@@ -42,18 +56,31 @@ class PinnedExperts:
             (i, e): self._reader.plan(family.expert_parts(spec, i, e)) for i, e in self.experts
         }
         self.slot_bytes = _aligned(max((p.num_bytes for p in self._plans.values()), default=0))
-        self._slots = [device.empty((self.slot_bytes,), torch.uint8) for _ in range(num_slots)]
-        self._images = self._make_images()
+        self._slots: list[Tensor] = []
+        self.add_slots(num_slots)
+        held = held or HeldExperts()
+        self._images = self._make_images(held.on_host)
+        self._copy_out(held.on_device)
+        here = held.on_host.keys() | held.on_device.keys()
+        self._missing = [which for which in self.experts if which not in here]
         self._on_host: dict[ExpertId, Expert] = {}
         self._in_slot: dict[int, tuple[ExpertId, Expert]] = {}
         self._on_device: MakeLinear = lambda weight: device.linear(weight, compute)
         self._in_host_memory: MakeLinear = lambda weight: in_place(weight, compute)
 
     def load(self, *, threads: int, progress: Callable[[int, int], None]) -> None:
-        """Read every expert; `progress(done, total)` counts them."""
+        """Read every expert that is not there; `progress(done, total)` counts them."""
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            for done, _ in enumerate(pool.map(self._load_one, self.experts), start=1):
-                progress(done, len(self.experts))
+            for done, _ in enumerate(pool.map(self._load_one, self._missing), start=1):
+                progress(done, len(self._missing))
+
+    def add_slots(self, count: int) -> None:
+        """Take the device's memory for so many more slots.
+
+        Raises: NoFeasiblePolicy when it does not do.
+        """
+        empty = self._device.empty
+        self._slots += [empty((self.slot_bytes,), torch.uint8) for _ in range(count)]
 
     @property
     def bytes_read(self) -> int:
@@ -98,19 +125,28 @@ class PinnedExperts:
     def _load_one(self, which: ExpertId) -> None:
         self._reader.read(self._plans[which], self._images[which])
 
-    def _make_images(self) -> dict[ExpertId, Tensor]:
-        """A piece of pinned memory for each layer, cut into its experts."""
-        images: dict[ExpertId, Tensor] = {}
+    def _make_images(self, on_host: Mapping[ExpertId, Tensor]) -> dict[ExpertId, Tensor]:
+        """A piece of pinned memory for each layer, cut into its experts that are not on the host."""
+        images = dict(on_host)
         for layer in range(self._spec.num_layers):
-            count = self._spec.experts_in(layer)
-            if not count:
+            every = [(layer, expert) for expert in range(self._spec.experts_in(layer))]
+            missing = [which for which in every if which not in on_host]
+            if not missing:
                 continue
-            memory = self._device.pinned(count * self.slot_bytes)
-            for expert in range(count):
-                start = expert * self.slot_bytes
-                size = self._plans[layer, expert].num_bytes
-                images[layer, expert] = memory[start : start + size]
+            memory = self._device.pinned(len(missing) * self.slot_bytes)
+            for k, which in enumerate(missing):
+                start = k * self.slot_bytes
+                images[which] = memory[start : start + self._plans[which].num_bytes]
         return images
+
+    def _copy_out(self, on_device: Mapping[ExpertId, Tensor]) -> None:
+        """Fill the images of experts that lie on the device alone."""
+        queue: Queue = self._device.queues.get(Lane.D2H, ThreadQueue())
+        for (layer, expert), memory in on_device.items():
+            image = self._images[layer, expert]
+            task = Task(Op.LOAD_PAGE, Lane.D2H, layer, page=expert + 1)
+            signal = queue.launch(lambda _, i=image, m=memory: self._device.copy_out(i, m), task)  # type: ignore[misc]
+            signal.wait()
 
 
 def _aligned(num_bytes: int) -> int:

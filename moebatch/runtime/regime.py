@@ -3,7 +3,7 @@ other at the tail of a job."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from moebatch.native.kernels import Kernels
 from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
+from moebatch.runtime.admission import Remainder
 from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import CachedHostBackend, Profile
@@ -45,22 +46,33 @@ class RegimeFacts:
                 "hit_rate": self.counts.hit_rate, **(self.lanes or {})}  # fmt: skip
 
 
-class TailBackend:
+class CachedBackend(Backend, Protocol):
+    """A backend of the cache regime."""
+
+    @property
+    def counts(self) -> CacheCounts:
+        """Hits and misses of its expert cache."""
+        ...
+
+
+Streaming = TypeVar("Streaming", bound=Backend)
+
+
+class TailBackend(Generic[Streaming]):
     """Streams until the tail of the job, then goes on with a cache of experts; see Backend.
 
-    Nothing is lost: the KV cache stays where it is, resident experts become the cache's content, and
-    the memory of the page buffer and of KV blocks that nobody will need is room for more of them.
+    Nothing is lost: the KV cache stays where it is, and so does what is needed of the weights. The
+    memory of buffers, and of KV blocks that nobody will need, is room for more experts.
     """
 
-    one_by_one = True
-
-    def __init__(self, streaming: HostBackend, *, tail_rows: int,
-                 cached: Callable[[HostBackend], CachedHostBackend]) -> None:  # fmt: skip
+    def __init__(self, streaming: Streaming, *, policy: Policy,
+                 cached: Callable[[Streaming], CachedBackend]) -> None:  # fmt: skip
         """`cached` makes the second backend of the first one, once that is closed."""
-        self._streaming, self._cached, self._tail_rows = streaming, cached, tail_rows
-        self._now: HostBackend | CachedHostBackend = streaming
+        self.streaming, self._make_cached, self._policy = streaming, cached, policy
+        self.cached: CachedBackend | None = None
+        self._now: Backend = streaming
         self._passes = 0
-        self.kv = streaming.kv
+        self.kv, self.one_by_one = streaming.kv, streaming.one_by_one
         self.changed_before_pass: int | None = None
 
     @property
@@ -71,18 +83,16 @@ class TailBackend:
     @property
     def counts(self) -> CacheCounts | None:
         """Hits and misses since the change."""
-        return self._now.counts if isinstance(self._now, CachedHostBackend) else None
+        return None if self.cached is None else self.cached.counts
 
-    def look(self, rows: int, *, reserved_blocks: int) -> None:
-        """The tail has begun and has so many rows: change over if they are few enough.
-
-        `reserved_blocks` of the KV cache are needed still.
-        """
-        if rows > self._tail_rows or self._now is not self._streaming:
+    def look(self, left: Remainder) -> None:
+        """The tail has begun: change over if so few rows are left that it pays, for long enough."""
+        few = left.rows <= self._policy.tail_rows and left.passes >= self._policy.tail_passes
+        if self.cached is not None or not few:
             return
-        self._streaming.close()
-        self.kv.give_back(self.kv.num_blocks - reserved_blocks)
-        self._now = self._cached(self._streaming)
+        self.streaming.close()
+        self.kv.give_back(self.kv.num_blocks - left.reserved_blocks)
+        self._now = self.cached = self._make_cached(self.streaming)
         self.changed_before_pass = self._passes
 
     def load(self, *, threads: int, progress: Progress) -> None:
@@ -135,7 +145,7 @@ def host_backend(checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, pol
                             interrupted=interrupted)  # fmt: skip
     if not policy.tail_rows:
         return streaming
-    return TailBackend(streaming, tail_rows=policy.tail_rows, cached=cached)
+    return TailBackend(streaming, policy=policy, cached=cached)
 
 
 def regime_facts(backend: Backend, policy: Policy) -> RegimeFacts | None:
