@@ -15,6 +15,7 @@ from moebatch.model.resolve import resolve_model
 from moebatch.plan.cached_fit import slot_bytes, tail_bytes
 from moebatch.plan.pipeline import STYLES
 from moebatch.plan.profiles import PROFILES, LinkProfile
+from moebatch.plan.schedule import Lane
 from moebatch.runtime import device_backend
 from moebatch.runtime.emulated import EmulatedDevice
 from moebatch.runtime.pinned_experts import PinnedExperts
@@ -212,6 +213,18 @@ def test_a_stop_during_the_change_tells_what_is_in_flight(path, work, monkeypatc
             list(engine.run(work))
         assert 1 <= len(list(engine.in_flight())) <= STREAM.tail_rows
         assert engine.regime.changed_before_pass is None
+
+
+def test_a_tail_spares_the_link(path) -> None:
+    """Of a single row most of what would be streamed has no tokens."""
+    work, busy = [request(0, [5, 6, 7], max_tokens=40)], []
+    slow = replace(SLOW, h2d_bytes_per_s=2e7)
+    for rows in (0, 1):
+        _, facts, _, engine = run_tail(path, work, tail_rows=rows, weights_resident=0.0,
+                                       expert_slots=6, device=EmulatedDevice(slow))  # fmt: skip
+        assert facts.changed_before_pass == (1 if rows else None)
+        busy.append(engine.stats.lane_busy_s[Lane.H2D])
+    assert busy[1] < 0.5 * busy[0]
 
 
 def test_what_a_change_takes_is_counted(path) -> None:
