@@ -23,7 +23,7 @@ class Oracle:
         self._answers, self._right, self._wrong = answers, right, wrong
         self._random = random.Random(seed)
 
-    def propose(self, sequences: Any, most: Any) -> list[Draft]:
+    def propose(self, sequences: Any, most: Any, foresight: Any = None) -> list[Draft]:
         return [self._draft(s, count) for s, count in zip(sequences, most, strict=True)]
 
     def _draft(self, sequence: Any, count: int) -> Draft:

@@ -201,10 +201,10 @@ def test_what_is_quantised_is_read_the_same(kind, tiny_models, tmp_path, everyth
     """Numbers and scales lie apart; what is announced is what the thread then reads."""
     reads, read = [], Checkpoint.read_run
 
-    def listening(checkpoint, run, buffers, *, cached=True, following=()):
+    def listening(checkpoint, run, buffers, *, cached=True, following=(), **how):
         if not cached:
             reads.append((tuple(run), tuple(following)))
-        read(checkpoint, run, buffers, cached=cached, following=following)
+        read(checkpoint, run, buffers, cached=cached, following=following, **how)
 
     make, config = FORMATS[kind]
     family = "deepseek_v3" if kind == "fp8_blocks" else "mixtral"

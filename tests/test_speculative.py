@@ -304,7 +304,7 @@ def test_rejected_guesses_leave_no_trace_in_the_draft_model(tiny_models) -> None
         def __init__(self, old):
             self._old = old
 
-        def propose(self, sequences, most):
+        def propose(self, sequences, most, foresight=None):
             with model_source(tiny_models("llama")[1]) as fresh:
                 seen.append((self._old.propose(sequences, most), fresh.propose(sequences, most)))
                 fresh.close()
@@ -390,7 +390,7 @@ def test_a_pass_carries_no_more_drafts_than_memory_is_set_aside_for(tiny_models)
     sums = []
 
     class Counted(Oracle):
-        def propose(self, sequences, most):
+        def propose(self, sequences, most, foresight=None):
             sums.append(sum(most))
             return super().propose(sequences, most)
 
@@ -411,7 +411,7 @@ def test_a_draft_model_that_does_not_pay_is_tried_now_and_then(tiny_models) -> N
     class Slow(Oracle):
         step_s = 1e9
 
-        def propose(self, sequences, most):
+        def propose(self, sequences, most, foresight=None):
             asked.append(max(most))
             return super().propose(sequences, most)
 

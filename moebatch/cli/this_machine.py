@@ -19,7 +19,7 @@ from moebatch.native.extension import default_variant
 from moebatch.plan.machine import MachineSpec, loads
 
 ENVIRONMENT = "MOEBATCH_MACHINE"  # a file to be used instead of measuring
-_FORMAT = 3
+_FORMAT = 4
 
 
 def cache_directory() -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moebatch.errors import ModelError
-from moebatch.model.direct_io import LARGEST_REQUEST, Extent, Stage
+from moebatch.model.direct_io import LARGEST_REQUEST, Extent, Stage, Take
 from moebatch.model.families.parts import Part
 from moebatch.model.stored import Quantization, TensorEntry, check_part, quantization_of
 
@@ -121,8 +121,10 @@ class Checkpoint:
         self.read_run((entry,), (buffer,), cached=cached, following=following)
 
     def read_run(self, run: Run, buffers: Sequence[memoryview], *, cached: bool = True,
-                 following: Run = ()) -> None:  # fmt: skip
+                 following: Run = (), take: Take | None = None) -> None:  # fmt: skip
         """Fill each buffer (exactly as many bytes as its entry has) from the file.
+
+        `take` is given the bytes as they come and puts them there itself: all of them, in order.
 
         Bytes that are not to be `cached` do not stay in the system's page cache: weights that are
         streamed come again and again and would only push other memory out. `following` is what the
@@ -131,14 +133,17 @@ class Checkpoint:
         """
         sizes = [len(buffer) for buffer in buffers]
         assert sizes == [entry.num_bytes for entry in run], (sizes, run)
-        if not cached and goes_direct(run) and self._read_direct(run, buffers, following):
+        if not cached and goes_direct(run) and self._read_direct(run, buffers, following, take):
             return
-        for entry, buffer in zip(run, buffers, strict=True):
+        for which, (entry, buffer) in enumerate(zip(run, buffers, strict=True)):
             self._read_cached(entry, buffer)
+            if take is not None:
+                take(which, np.frombuffer(buffer, dtype=np.uint8), 0)
             if not cached and goes_direct(run):
                 self._forget(entry)
 
-    def _read_direct(self, run: Run, buffers: Sequence[memoryview], following: Run) -> bool:
+    def _read_direct(self, run: Run, buffers: Sequence[memoryview], following: Run,
+                     take: Take | None) -> bool:  # fmt: skip
         """Whether the file system could read past its cache."""
         extent = self._extent(run)
         if extent is None:
@@ -148,7 +153,7 @@ class Checkpoint:
         targets = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
         then = self._extent(following) if goes_direct(following) else None
         try:
-            self._stages.stage.read(extent, targets, then)
+            self._stages.stage.read(extent, targets, then, take=take)
         except EOFError:
             raise _cut_off(run[-1]) from None
         except OSError as error:

@@ -8,9 +8,10 @@ from there to where they belong; meanwhile the next piece is on its way. Measure
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ LARGEST_REQUEST = _PIECE - (8 << 10)  # bytes at any offset that fit one piece
 STAGED_BYTES = _PIECE * _PIECES  # of each thread that reads
 _BLOCK = 4096  # what offsets, lengths and addresses are multiples of; every disk's block divides it
 _HUGE = 2 << 20
+
+# Told which target bytes belong to, the bytes, and from where on in the target they are; in order.
+Take = Callable[[int, np.ndarray, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ class Stage:
         self._pending: deque[_Pending] = deque()
 
     def read(self, extent: Extent, targets: Sequence[np.ndarray],
-             following: Extent | None = None) -> None:  # fmt: skip
-        """Fill `targets`, num_bytes in all, one after another.
+             following: Extent | None = None, *, take: Take | None = None) -> None:  # fmt: skip
+        """Fill `targets`, num_bytes in all, one after another; `take` does it in place of a copy.
 
         Of `following`, what is asked for next, some pieces are begun.
 
@@ -86,7 +90,7 @@ class Stage:
             first = self._pending.popleft()
             self._free.append(first.memory)  # it is not filled again before it has been copied
             found = first.filled.result()
-            _spread(found, targets, done)
+            _spread(found, targets, done, take or partial(_copy, targets))
             done += found.size
 
     def _keep_if_wanted(self, pieces: Iterable[Extent]) -> None:
@@ -100,14 +104,18 @@ class Stage:
             self._free.append(left.memory)
 
 
-def _spread(found: np.ndarray, targets: Sequence[np.ndarray], done: int) -> None:
-    """Copy what comes after the first `done` bytes of all targets."""
+def _spread(found: np.ndarray, targets: Sequence[np.ndarray], done: int, take: Take) -> None:
+    """Hand on what comes after the first `done` bytes of all targets."""
     begin = -done  # of a target, in what was found
-    for target in targets:
+    for which, target in enumerate(targets):
         first, last = max(0, begin), min(found.size, begin + target.size)
         if first < last:
-            np.copyto(target[first - begin : last - begin], found[first:last])
+            take(which, found[first:last], first - begin)
         begin += target.size
+
+
+def _copy(targets: Sequence[np.ndarray], which: int, found: np.ndarray, at: int) -> None:
+    np.copyto(targets[which][at : at + found.size], found)
 
 
 def _fill(piece: Extent, memory: np.ndarray) -> np.ndarray:

@@ -141,10 +141,14 @@ class NativeLinear:
     dtype = torch.float32
 
     def __init__(self, weight: Tensor, kernels: Kernels, *, round_x: bool,
-                 how: Literal["copy", "in place", "int8", "int4"] = "copy") -> None:  # fmt: skip
-        """`weight` [O, I]; "in place" turns its own memory into panels where its shape allows it."""
+                 how: Literal["copy", "in place", "panels", "int8", "int4"] = "copy",
+                 ) -> None:  # fmt: skip
+        """`weight` [O, I]; "in place" turns its own memory into panels where its shape allows it,
+        "panels": that has been done."""
         if how in _ROUNDINGS:
             packed = kernels.pack_rounded(weight, _ROUNDINGS[how])
+        elif how == "panels" and kernels.packs_in_place(*weight.shape):
+            packed = kernels.in_panels(weight)
         else:
             packed = (kernels.pack if how == "copy" else kernels.pack_in_place)(weight)
         self.kernels, self.packed, self.round_x = kernels, packed, round_x
@@ -193,14 +197,16 @@ def quantize(weight: Tensor, compute: ComputeType, kernels: Kernels,
     return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how=how)
 
 
-def in_place(weight: Tensor, compute: ComputeType = "float32",
-             kernels: Kernels | None = None) -> Linear:  # fmt: skip
+def in_place(weight: Tensor, compute: ComputeType = "float32", kernels: Kernels | None = None, *,
+             panels: bool = False) -> Linear:  # fmt: skip
     """The form for a weight that is used where it lies, as long as its bytes are there.
 
-    The native kernels reorder those bytes: `weight` has no rows any more.
+    The native kernels reorder those bytes: `weight` has no rows any more. With `panels` that has been
+    done as it was read, wherever its shape allows it.
     """
     if kernels is not None:
-        return NativeLinear(weight, kernels, round_x=compute == "bfloat16", how="in place")
+        return NativeLinear(weight, kernels, round_x=compute == "bfloat16",
+                            how="panels" if panels else "in place")  # fmt: skip
     if compute == "bfloat16" and weight.dtype == torch.bfloat16:
         return Bf16Linear(weight)
     return TensorLinear(weight)

@@ -180,10 +180,30 @@ class Kernels:
 
     def pack_in_place(self, weight: Tensor) -> Packed:
         """The same in the weight's own memory where its shape allows it, which then has no rows."""
-        outputs, inputs = weight.shape
-        if not weight.is_contiguous() or outputs % PANEL or inputs % 2:
+        if not weight.is_contiguous() or not self.packs_in_place(*weight.shape):
             return self.pack(weight)
         return self._pack(weight, weight)
+
+    @staticmethod
+    def packs_in_place(outputs: int, inputs: int) -> bool:
+        """Whether a weight [O, I] takes as much memory in panels as in rows."""
+        return outputs % PANEL == 0 and inputs % 2 == 0
+
+    def pack_rows(self, rows: int, panels: int, *, dtype: torch.dtype, outputs: int,
+                  inputs: int) -> None:  # fmt: skip
+        """Some rows of a weight, as many as whole panels have, at one address to panels at another.
+
+        Both may be the same; rows need not be aligned.
+        """
+        self._runner.pack(weights=rows, type=self._types[dtype], outputs=outputs, inputs=inputs,
+                          stride=inputs, packed=panels)  # fmt: skip
+
+    def in_panels(self, weight: Tensor) -> Packed:
+        """A weight [O, I] whose memory holds panels already, in place of rows."""
+        outputs, inputs = weight.shape
+        matrix = self._matrix(weight.data_ptr(), weight.dtype, outputs, inputs)
+        return Packed(buffer=weight, matrix=matrix, kind=weight.dtype, outputs=outputs,
+                      inputs=inputs)  # fmt: skip
 
     def _pack(self, weight: Tensor, buffer: Tensor) -> Packed:
         outputs, inputs = weight.shape

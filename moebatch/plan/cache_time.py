@@ -97,6 +97,7 @@ class CacheTime(HostTime):
         parts = {name: getattr(base, name) for name in HostPass.__slots__}
         per_layer = np.maximum(1.0, self.touched(load.tokens) / spec.num_layers)
         parts["disk"] = read / (self._disk * _ON_DEMAND)
+        parts["placing"] = 0.0  # mostly beside experts that are there; the rest is in _ON_DEMAND
         return CachePass(**parts, last_expert=base.ffn / per_layer)
 
 

@@ -16,7 +16,8 @@ class StepCosts:
 
     Each of `layers` needs `experts` that are not there yet, and as many are named for it, of which the
     share `accuracy` is right. `draft_tokens` are drafted, each through `draft_layers`; the first one's
-    routing is what is known of. `slots` is how many fetched experts there is room for.
+    routing is what is known of. `slots` is how many fetched experts there is room for. `in_place_s`:
+    of one that is missing, where it is computed where it lies; None: it is fetched.
     """
 
     draft_layer_s: float
@@ -28,6 +29,7 @@ class StepCosts:
     experts: float
     accuracy: float
     slots: float
+    in_place_s: float | None = None
 
     @property
     def draft_s(self) -> float:
@@ -67,7 +69,9 @@ def step_seconds(costs: StepCosts, cutoff: int) -> float:
         ready = now
         if layer < cutoff:
             ready += (1.0 - (1.0 - right) ** costs.experts) * max(0.0, named[layer] - now)
-        if missing > 0:
+        if costs.in_place_s is not None:
+            ready = max(ready, now + missing * costs.in_place_s)
+        elif missing > 0:
             busy = (1.0 - right**costs.experts) * max(0.0, link - now)
             link = max(link, now) + missing * costs.expert_s
             ready = max(ready, now + busy + missing * costs.expert_s)

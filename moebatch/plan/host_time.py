@@ -39,7 +39,10 @@ class PassLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPass:
-    """Seconds by part. Layers' parts are sums over the layers; `disk` runs beside all others."""
+    """Seconds by part. Layers' parts are sums over the layers; `disk` runs beside all others.
+
+    `placing` is what putting streamed pages in their places takes of the cores that compute.
+    """
 
     pre_attn: Amount
     cpu_attn: Amount
@@ -48,11 +51,13 @@ class HostPass:
     head: Amount
     fixed: Amount
     disk: Amount
+    placing: Amount = 0.0
 
     @property
     def compute(self) -> Amount:
         """What the host's processor does, one thing after the other."""
-        return self.pre_attn + self.cpu_attn + self.post_attn + self.ffn + self.head + self.fixed
+        tasks = self.pre_attn + self.cpu_attn + self.post_attn + self.ffn + self.head
+        return tasks + self.fixed + self.placing
 
     @property
     def total(self) -> Amount:
@@ -108,6 +113,7 @@ class HostTime:
             head=self._head(load.sampled),
             fixed=self.rates.per_pass_s + (load.rows + load.prompts) * self.rates.per_row_s,
             disk=streamed / self._disk,
+            placing=streamed * self.rates.per_streamed_byte_s,
         )
 
     def expert_s(self, tokens: Amount) -> Amount:

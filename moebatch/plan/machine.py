@@ -61,6 +61,7 @@ class HostRates:
     product or expert, `per_task_s[op]` on each task, `per_value_s[op]` on each hidden value (token x
     hidden size) that passes through a task, besides its products and its attention. Outside tasks:
     `per_pass_s` a pass, `per_row_s` a row in it, `per_sample_s` a sampled row and vocabulary entry.
+    Beside tasks: `per_streamed_byte_s` of all cores for each byte of weights that is put in its place.
     """
 
     gemm: Mapping[str, Curve]
@@ -73,6 +74,7 @@ class HostRates:
     per_value_s: Mapping[str, float]
     per_pass_s: float
     per_sample_s: float
+    per_streamed_byte_s: float = 0.0
 
     def scaled(self, factor: float) -> "HostRates":
         """A processor that is faster by a factor in everything."""
@@ -87,6 +89,7 @@ class HostRates:
             per_value_s={op: s / factor for op, s in self.per_value_s.items()},
             per_pass_s=self.per_pass_s / factor,
             per_sample_s=self.per_sample_s / factor,
+            per_streamed_byte_s=self.per_streamed_byte_s / factor,
         )
 
 
@@ -205,6 +208,7 @@ def _rates(values: Mapping[str, Any]) -> HostRates:
         prefill_attention=_curve(values["prefill_attention"]),
         per_task_s={k: float(v) for k, v in values["per_task_s"].items()},
         per_value_s={k: float(v) for k, v in values["per_value_s"].items()},
+        per_streamed_byte_s=float(values.get("per_streamed_byte_s", 0.0)),
         **{name: float(values[name]) for name in numbers},
     )
 

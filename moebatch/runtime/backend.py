@@ -18,7 +18,8 @@ from moebatch.plan.schedule import Lane, Task, prologue, zigzag
 from moebatch.plan.timeline import Timeline
 from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.executor import Executor
-from moebatch.runtime.forward import Forward
+from moebatch.runtime.foresight import Foresight
+from moebatch.runtime.forward import Attended, Forward
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.routing_log import RoutingLog
@@ -43,6 +44,11 @@ class Backend(Protocol):
 
     kv: KVCache
     one_by_one: bool  # whether a pass may have several segments of one sequence
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """Where a draft model tells what experts are to come; None where nothing is cached."""
+        ...
 
     def load(self, *, threads: int, progress: Progress) -> None:
         """Read what stays in memory and start streaming the rest."""
@@ -80,14 +86,17 @@ class HostBackend:
     """A machine without accelerator: host memory is the top tier, zigzag the schedule."""
 
     one_by_one = True
+    foresight: Foresight | None = None
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  compute: ComputeType, kernels: Kernels | None = None,
                  quantization: Quantization = "none", log: RoutingLog | None = None,
+                 attended: Attended | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Allocate the page buffer and the KV cache. `interrupted`: see `Executor`.
 
-        Without native kernels PyTorch computes everything. `log` records the routing.
+        Without native kernels PyTorch computes everything. `log` records the routing, `attended` is
+        told the hidden states after each layer's attention.
         """
         self._spec = spec
         self._table = table_of(spec, policy)
@@ -106,7 +115,8 @@ class HostBackend:
         self._rope = Rope(spec.rope, spec.head_dim)
         self._native, self._log = attends_natively(spec, kernels), log
         self._forward = Forward(spec=spec, store=self._store, kv=self.kv, kernels=kernels,
-                                routed=None if log is None else log.routed)  # fmt: skip
+                                routed=None if log is None else log.routed,
+                                attended=attended)  # fmt: skip
         self._executor = Executor(self._forward.handlers, background=[Lane.DISK],
                                   interrupted=interrupted)  # fmt: skip
         self._schedules: dict[int, list[Task]] = {}

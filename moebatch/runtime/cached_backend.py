@@ -1,5 +1,6 @@
 """A machine without accelerator and few rows: host memory is a cache of experts over the disk."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from moebatch.runtime.batch import Segment, build_pass
 from moebatch.runtime.cached_forward import CachedForward
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.expert_store import ExpertStore
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.native_attention import attends_natively
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.weight_store import WeightStore
@@ -54,7 +56,8 @@ class CachedHostBackend:
         ) if before is None else before.store  # fmt: skip
         self._experts = ExpertStore(
             checkpoint, spec=spec, family=family, view=self._store.view, copies=self._store.copies,
-            capacity=policy.expert_slots, spare=policy.page_slots, interrupted=interrupted,
+            panels=self._store.panels, capacity=policy.expert_slots, spare=policy.page_slots,
+            interrupted=interrupted,
             eviction=eviction(policy.eviction, num_layers=spec.num_layers,
                               num_experts=spec.num_experts),
         )  # fmt: skip
@@ -103,7 +106,10 @@ class CachedHostBackend:
                          native=self._native)  # fmt: skip
         self._forward.begin(one, wanted=None if all_logits else one.wanted)
         tasks = self._schedule(len(groups))
+        start = time.perf_counter()
         timeline = self._executor.run(tasks)
+        if self.foresight is not None:
+            self.foresight.passed(time.perf_counter() - start)
         if self._log is not None:
             self._log.end_pass()
         spans = sorted((*timeline.spans, *self._experts.take_spans()), key=lambda s: s.end_s)
@@ -123,6 +129,11 @@ class CachedHostBackend:
     def expert_tokens(self) -> Tensor:
         """See Backend."""
         return self._forward.expert_tokens
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """See Backend; None where nothing is to be read ahead."""
+        return self._forward.foresight
 
     @property
     def counts(self) -> CacheCounts:

@@ -4,6 +4,7 @@ Passes run under a plain schedule of the pipeline without weights to stream; the
 are scheduled as their routing becomes known.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -29,6 +30,7 @@ from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
 from moebatch.runtime.device_forward import Routers
 from moebatch.runtime.expert_slots import ExpertSlots, Urgency
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.hybrid_experts import HybridExperts
 from moebatch.runtime.pinned_experts import PinnedExperts
 from moebatch.runtime.warm_up import measured_costs
@@ -134,7 +136,10 @@ class CachedDeviceBackend:
         self, groups: Sequence[Sequence[Segment]], *, all_logits: bool = False
     ) -> PassResult:
         """See Backend."""
+        start = time.perf_counter()
         done = self._inner.compute(groups, all_logits=all_logits)
+        if self.foresight is not None:
+            self.foresight.passed(time.perf_counter() - start)
         spans = sorted([*done.timeline.spans, *self._experts.pass_ends()], key=lambda s: s.end_s)
         return replace(done, timeline=replace(done.timeline, spans=tuple(spans)))
 
@@ -151,6 +156,11 @@ class CachedDeviceBackend:
     def expert_tokens(self) -> Tensor:
         """See Backend."""
         return self._inner.expert_tokens
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """See Backend; None where nothing is to be brought ahead."""
+        return self._experts.foresight
 
     @property
     def counts(self) -> CacheCounts:
@@ -172,7 +182,7 @@ class CachedDeviceBackend:
         """For the report: who computed how many experts, what crossed the link, the lanes' costs."""
         moved = self._slots.moved
         return {
-            "computed": asdict(self._experts.counts),
+            "computed": asdict(self._experts.lanes),
             "link_bytes": self._slots.bytes_moved,
             "brought": {u.name.lower(): moved[u] for u in Urgency},
             "costs_s": {k.removesuffix("_s"): v for k, v in asdict(self.costs).items()},

@@ -15,10 +15,12 @@ from moebatch.model.router import ExpertRows, route
 from moebatch.native.kernels import Kernels
 from moebatch.plan.cache_time import STASH_BYTES
 from moebatch.plan.eviction import ExpertId, Visit
+from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import ATTENTION_PAGE
 from moebatch.plan.schedule import Task
 from moebatch.runtime.expert_store import ExpertStore
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.forward import Forward, Routed
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.weight_store import WeightStore
@@ -35,6 +37,7 @@ class CachedForward(Forward):
         """`prefetch_layers`: for how many layers ahead experts are predicted."""
         super().__init__(spec=spec, store=store, kv=kv, kernels=kernels, routed=routed)
         self._expert_store, self._prefetch_layers = experts, prefetch_layers
+        self.foresight = Foresight(self, spec=spec) if prefetch_layers else None
         self._wants_scores = self._wants_scores or experts.cache.eviction.needs_scores
 
     def _ffn(self, task: Task) -> None:
@@ -45,6 +48,8 @@ class CachedForward(Forward):
         layer = task.layer
         rows = self._group(layer)
         needed = [e for e in range(self._spec.num_experts) if rows.starts[e] < rows.starts[e + 1]]
+        if self.foresight is not None:
+            self.foresight.came(layer, needed)
         self._expert_store.visit(
             Visit(layer=layer, experts=tuple(needed), scores=self._mean_scores)
         )
@@ -115,11 +120,44 @@ class CachedForward(Forward):
         for ahead in range(
             layer + 1, min(layer + 1 + self._prefetch_layers, self._spec.num_layers)
         ):
-            weights = self._store.try_attention(ahead)
-            if weights is None or weights.router is None:
-                continue
-            normed = weights.post_norm(self._hidden).float()
-            chosen = route(normed, weights.router, self._spec.router, top_k=self._spec.top_k)[1]
-            loads = Counter(chosen.flatten().tolist())
+            loads = self.routed(ahead, self._hidden)
             found += [(ahead, expert) for expert, _ in loads.most_common()]
         return found
+
+    def routed(self, layer: int, states: Tensor) -> Counter[int]:
+        """See Foreseen."""
+        weights = self._store.try_attention(layer)
+        if weights is None or weights.router is None:
+            return Counter()
+        normed = weights.post_norm(states).float()
+        chosen = route(normed, weights.router, self._spec.router, top_k=self._spec.top_k)[1]
+        return Counter(chosen.flatten().tolist())
+
+    def bring(self, ranked: Sequence[ExpertId]) -> None:
+        """See Foreseen."""
+        self._expert_store.wish(ranked)
+
+    @property
+    def counts(self) -> CacheCounts:
+        """See Foreseen."""
+        return self._expert_store.counts
+
+    @property
+    def room(self) -> float:
+        """See Foreseen; what is there and named is kept, too, and takes of the same room."""
+        return self._expert_store.most_guarded * (1.0 - self.counts.hit_rate)
+
+    @property
+    def expert_s(self) -> float:
+        """See Foreseen."""
+        return self._expert_store.expert_s
+
+    @property
+    def in_place_s(self) -> None:
+        """See Foreseen: what is on disk cannot be computed there."""
+        return None
+
+    @property
+    def waited_s(self) -> float:
+        """See Foreseen."""
+        return self._expert_store.waited_s

@@ -24,6 +24,7 @@ from moebatch.runtime.device_batch import phase_of
 from moebatch.runtime.device_forward import DeviceForward, Experts, Routers
 from moebatch.runtime.device_store import DeviceStore
 from moebatch.runtime.executor import Executor
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.kv_cache import KVCache
 
 
@@ -36,6 +37,7 @@ class DeviceBackend:
     """
 
     one_by_one = False
+    foresight: Foresight | None = None
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
                  device: Device, compute: ComputeType, homes: tuple[Home, ...] | None = None,

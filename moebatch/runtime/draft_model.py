@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.families import Family
@@ -19,6 +20,7 @@ from moebatch.plan.policy import Policy
 from moebatch.runtime.backend import HostBackend, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.drafts import NO_DRAFT, Draft
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.kv_cache import BlockTable, blocks_for
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
@@ -66,7 +68,9 @@ class ModelSource:
         self._spec, self._vocab_size = spec, vocab_size
         self._prefill_tokens = policy.prefill_tokens
         self._backend = HostBackend(checkpoint, spec=spec, family=family, policy=policy,
-                                    compute=compute, kernels=kernels)  # fmt: skip
+                                    compute=compute, kernels=kernels,
+                                    attended=self._attended)  # fmt: skip
+        self._foresight: Foresight | None = None
         self._kv = self._backend.kv
         self._held: dict[Sequence, _Held] = {}
         self.step_s = 0.0
@@ -78,19 +82,32 @@ class ModelSource:
         """
         self._backend.load(threads=threads, progress=progress)
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Seq[Sequence], most: Seq[int],
+                foresight: Foresight | None = None) -> list[Draft]:  # fmt: skip
         """See DraftSource; the kind of a token says how sure the model is of it."""
         self._leave(sequences)
         rows = [self._row(sequence, count) for sequence, count in zip(sequences, most, strict=True)]
         active = [row for row in rows if row is not None]
         self._catch_up(active)
+        if active and foresight is not None:
+            drafts = max(row.most for row in active)
+            self._foresight = foresight if foresight.begin(self._spec, drafts=drafts) else None
+        start, steps = time.perf_counter(), 0
         while active := [row for row in active if len(row.tokens) < row.most]:
             self._step(active)
+            steps += 1
+        if self._foresight is not None:
+            self._foresight.drafted(time.perf_counter() - start, steps)
+            self._foresight = None
         return [NO_DRAFT if row is None else row.draft() for row in rows]
 
     def close(self) -> None:
         """See DraftSource."""
         self._backend.close()
+
+    def _attended(self, layer: int, states: Tensor) -> None:
+        if self._foresight is not None:
+            self._foresight.attended(layer, states)
 
     def _leave(self, sequences: Seq[Sequence]) -> None:
         """Sequences that are not among these have ended."""

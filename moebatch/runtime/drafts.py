@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.sequence import Sequence
 
 Ids = NDArray[np.int64]
@@ -41,8 +42,12 @@ class DraftSource(Protocol):
         float  # seconds of one token more for each row; 0: none worth counting, or not known yet
     )
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[Draft]:
-        """A draft of each sequence, of at most so many tokens; all that are decoding are given."""
+    def propose(self, sequences: Seq[Sequence], most: Seq[int],
+                foresight: Foresight | None = None) -> list[Draft]:  # fmt: skip
+        """A draft of each sequence, of at most so many tokens; all that are decoding are given.
+
+        `foresight` is told what a model that drafts knows of the experts to come.
+        """
         ...
 
     def close(self) -> None:
@@ -64,7 +69,8 @@ class NgramSource:
         self._texts: dict[Sequence, _Text] = {}
         self._shortest = shortest
 
-    def propose(self, sequences: Seq[Sequence], most: Seq[int]) -> list[Draft]:
+    def propose(self, sequences: Seq[Sequence], most: Seq[int],
+                foresight: Foresight | None = None) -> list[Draft]:  # fmt: skip
         """See DraftSource; the kind of a token is the length of the match."""
         self._texts = {s: self._texts.get(s) or _Text() for s in sequences}
         return [

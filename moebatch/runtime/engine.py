@@ -244,7 +244,11 @@ class Engine:
     @property
     def speculation(self) -> dict[str, Any] | None:
         """Drafts and what became of them, for a report; None where none were asked for."""
-        return None if self._speculator is None else self._speculator.describe()
+        if self._speculator is None:
+            return None
+        foresight = self._backend.foresight
+        told = None if foresight is None else foresight.describe()
+        return {**self._speculator.describe(), **(told or {})}
 
     def close(self) -> None:
         """Stop the lanes and the device. The checkpoint is the caller's to close."""
@@ -356,7 +360,8 @@ class Engine:
         decoding = [sequence for sequence in active if not sequence.remaining_prompt]
         waiting = sum(sequence.remaining_prompt for sequence in active)
         tokens = len(decoding) + min(waiting, self._policy.prefill_tokens)
-        drafts = self._speculator.drafts(decoding, tokens=tokens)
+        drafts = self._speculator.drafts(decoding, tokens=tokens,
+                                         foresight=self._backend.foresight)  # fmt: skip
         return dict(zip(decoding, drafts, strict=True))
 
     def _sample(self, due: dict[Sequence, list[int]]) -> list[Sequence]:

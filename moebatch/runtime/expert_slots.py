@@ -6,6 +6,7 @@ one that is only worth keeping. What was begun is always finished, later if need
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class ExpertSlots:
         self._failure: BaseException | None = None
         self._closing = False
         self._spans: list[Span] = []
-        self.bytes_moved = 0
+        self.bytes_moved, self.waited_s = 0, 0.0
         self.moved: dict[Urgency, int] = dict.fromkeys(Urgency, 0)
         self._thread = threading.Thread(target=self._serve, name="moebatch-experts", daemon=True)
         self._thread.start()
@@ -160,13 +161,20 @@ class ExpertSlots:
     def _left(self, transfer: _Transfer) -> int:
         return self._store.image(transfer.which).numel() - transfer.moved
 
+    @property
+    def most_reserved(self) -> int:
+        """Experts that may be brought for layers to come: a quarter of the slots."""
+        return self._most_reserved
+
     def wait_for(self, which: ExpertId) -> int:
         """The slot of an expert, once it is there."""
+        start = time.perf_counter()
         with self._changed:
             while which in self._transfers and not self._failure:
                 self._changed.wait(_LOOK_UP_S)
             if self._failure:
                 raise self._failure
+            self.waited_s += time.perf_counter() - start
             return self._slot_of[which]
 
     def contents(self, layer: int) -> frozenset[int]:

@@ -19,6 +19,7 @@ from moebatch.model.checkpoint import Checkpoint
 from moebatch.model.experts import Expert
 from moebatch.model.families import Family
 from moebatch.model.linear import Linear
+from moebatch.model.panels import PanelWriter
 from moebatch.model.weights import expert_of
 from moebatch.plan.eviction import Eviction, ExpertId, Visit
 from moebatch.plan.expert_cache import CacheCounts, ExpertCache
@@ -30,6 +31,7 @@ from moebatch.runtime.page_reader import PageReader
 View = Callable[[str, Tensor], Linear | Tensor]
 Progress = Callable[[int, int], None]
 _LOOK_UP_S = 0.25
+_NEWEST = 0.1  # weight of the newest measurement
 
 
 @dataclass(slots=True, eq=False)
@@ -51,10 +53,12 @@ class ExpertStore:
 
     def __init__(self, checkpoint: Checkpoint, *, spec: ModelSpec, family: Family,
                  view: View, copies: bool, capacity: int, spare: int, eviction: Eviction,
+                 panels: PanelWriter | None = None,
                  interrupted: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         """Nothing is read and no buffer taken yet.
 
         `view` makes a part that was read usable; where it `copies`, the buffer is free again then.
+        `panels`: see PageReader.
 
         `capacity` experts are kept, `spare` more may be held while they are used: at least one.
         `interrupted` is asked while the caller waits; True ends that with Interrupted.
@@ -63,7 +67,7 @@ class ExpertStore:
         self.cache = ExpertCache(capacity, eviction)
         self._spec, self._view, self._copies = spec, view, copies
         self._checkpoint, self._interrupted = checkpoint, interrupted
-        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
+        self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype, panels=panels)
         self._plans = {
             (layer, expert): self._reader.plan(family.expert_parts(spec, layer, expert))
             for layer in range(spec.num_layers)
@@ -81,6 +85,7 @@ class ExpertStore:
         ] = {}  # by layer: expected to be used, kept till then
         self._reading: _Held | None = None
         self._spans: list[Span] = []
+        self._expert_s = self.waited_s = 0.0
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
@@ -91,6 +96,16 @@ class ExpertStore:
     def bytes_read(self) -> int:
         """Bytes of experts read from the checkpoint so far."""
         return self._reader.bytes_read
+
+    @property
+    def most_guarded(self) -> int:
+        """Experts that may be kept for layers to come: half of the cache."""
+        return self.cache.capacity // 2
+
+    @property
+    def expert_s(self) -> float:
+        """Seconds that reading an expert takes, as the last ones were; 0 before the first."""
+        return self._expert_s
 
     @property
     def counts(self) -> CacheCounts:
@@ -233,7 +248,7 @@ class ExpertStore:
             layer.add(which)
 
     def _may_guard(self) -> bool:
-        return sum(map(len, self._guarded.values())) < self.cache.capacity // 2
+        return sum(map(len, self._guarded.values())) < self.most_guarded
 
     def _buffer(self) -> Tensor:
         return self._free.pop() if self._free else _buffer(self._slot_bytes)
@@ -246,12 +261,14 @@ class ExpertStore:
 
     def _await(self, done: Callable[[], bool]) -> None:
         """Keep the caller's thread until then; it looks up now and then for an interrupt."""
+        start = time.perf_counter()
         while not self._interrupted():
             with self._changed:
                 if self._changed.wait_for(lambda: self._failure is not None or done(),
                                           timeout=_LOOK_UP_S):  # fmt: skip
                     if self._failure is not None:
                         raise self._failure
+                    self.waited_s += time.perf_counter() - start
                     return
         raise Interrupted
 
@@ -306,6 +323,8 @@ class ExpertStore:
         span = Span(task, start, time.perf_counter())
         with self._changed:
             self._spans.append(span)
+            weight = _NEWEST if self._expert_s else 1.0
+            self._expert_s += weight * (span.end_s - start - self._expert_s)
         return True
 
     def _finish(self, held: _Held, whole: bool) -> None:

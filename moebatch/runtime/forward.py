@@ -33,17 +33,21 @@ from moebatch.runtime.weight_store import WeightStore
 
 # Told layer by layer what the tokens chose: weights [T, K], expert ids [T, K], mean scores [E].
 Routed = Callable[[int, Tensor, Tensor, Sequence[float]], None]
+# Told layer by layer what a micro-batch's tokens have after attention: hidden states [Q, D].
+Attended = Callable[[int, Tensor], None]
 
 
 class Forward:
     """Handlers of the ops. `begin` a pass, let the executor run a schedule, then take `logits`."""
 
     def __init__(self, *, spec: ModelSpec, store: WeightStore, kv: KVCache,
-                 kernels: Kernels | None = None, routed: Routed | None = None) -> None:  # fmt: skip
+                 kernels: Kernels | None = None, routed: Routed | None = None,
+                 attended: Attended | None = None) -> None:  # fmt: skip
         """The weights and the cache that the handlers work on; `kernels` attend where they can.
 
-        `routed` is told what each layer's tokens chose.
+        `routed` is told what each layer's tokens chose, `attended` their states after attention.
         """
+        self._tell_attended = attended
         self._spec, self._store, self._kv, self._kernels = spec, store, kv, kernels
         self._told, self._wants_scores = routed, routed is not None
         self._mean_scores: Sequence[float] = ()
@@ -181,6 +185,8 @@ class Forward:
         if spec.residual_multiplier != 1.0:
             attended = attended * spec.residual_multiplier
         hidden += attended
+        if self._tell_attended is not None:
+            self._tell_attended(task.layer, hidden)
         normed = weights.post_norm(hidden)
         self._normed[part.first : part.last] = normed
         if weights.router is not None:

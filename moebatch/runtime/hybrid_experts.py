@@ -7,7 +7,7 @@ Shapes: T tokens, D hidden_size, E experts, K top_k, R routed rows.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moebatch.model.experts import Expert, add_routed, write_expert
 from moebatch.model.router import ExpertRows, all_scores, route
-from moebatch.plan.eviction import Visit
+from moebatch.plan.eviction import ExpertId, Visit
+from moebatch.plan.expert_cache import CacheCounts
 from moebatch.plan.hybrid import (
     ExpertCosts,
     LayerLoad,
@@ -36,6 +37,7 @@ from moebatch.runtime.device import Device, Scratch
 from moebatch.runtime.device_forward import Routers
 from moebatch.runtime.executor import Queue, Signal, ThreadQueue
 from moebatch.runtime.expert_slots import ExpertSlots, Urgency
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.layer_pace import LayerPace
 from moebatch.runtime.pinned_experts import PinnedExperts
 
@@ -78,7 +80,9 @@ class HybridExperts:
         self._trust = Trust(policy.prefetch_layers)
         self._pace = LayerPace()
         self._sparse = [i for i in range(spec.num_layers) if spec.experts_in(i)]
-        self.counts = LaneCounts()
+        self.lanes = LaneCounts()
+        prefetches = bool(policy.prefetch_layers and slots.cache.capacity)
+        self.foresight = Foresight(self, spec=spec) if prefetches else None
         self._host_s = 0.0
         self._signals: list[tuple[Task, Signal]] = []
 
@@ -119,6 +123,43 @@ class HybridExperts:
             self.costs = replace(self.costs, device_expert_s=self.costs.device_expert_s * factor,
                                  device_token_s=self.costs.device_token_s * factor)  # fmt: skip
 
+    def routed(self, layer: int, states: Tensor) -> Mapping[int, int]:
+        """See Foreseen."""
+        held = self._scratch.on_device("foreseen", tuple(states.shape), states.dtype)
+        self._device.copy_in(held, states)
+        return self._routed(layer, held)
+
+    def bring(self, ranked: Sequence[ExpertId]) -> None:
+        """See Foreseen."""
+        self._slots.offer(ranked, Urgency.PREFETCH)
+
+    @property
+    def counts(self) -> CacheCounts:
+        """See Foreseen."""
+        return self._slots.cache.counts
+
+    @property
+    def room(self) -> float:
+        """See Foreseen."""
+        return self._slots.most_reserved
+
+    @property
+    def expert_s(self) -> float:
+        """See Foreseen."""
+        return self.costs.transfer_s
+
+    @property
+    def in_place_s(self) -> float | None:
+        """See Foreseen: what the host takes more than the accelerator."""
+        if self._policy.misses == "fetch":
+            return None
+        return max(0.0, self.costs.host_s(1) - self.costs.device_s(1))
+
+    @property
+    def waited_s(self) -> float:
+        """See Foreseen."""
+        return self._slots.waited_s
+
     def pass_ends(self) -> list[Span]:
         """After a pass: what host and link did in it."""
         self._pace.pass_ends()
@@ -142,6 +183,8 @@ class HybridExperts:
         slots, costs = self._slots, self.costs
         experts = tuple(tokens)
         self._trust.came(layer, experts)
+        if self.foresight is not None:
+            self.foresight.came(layer, experts)
         scores = self._scores(layer, normed) if slots.cache.eviction.needs_scores else ()
         hits = slots.look_up(Visit(layer=layer, experts=experts, scores=scores))
         arriving, free = slots.arriving(layer, costs.transfer_s / max(1, self._store.slot_bytes))
@@ -153,9 +196,9 @@ class HybridExperts:
             split = split_of(replace(load, can_fetch=0), {*split.host, *refused}, costs)
         slots.hurry(layer, [e for e in split.device if e in arriving])
         self._left = (layer, (*hits, *(e for e in split.fetch)))
-        self.counts.host += len(split.host)
-        self.counts.device += len(split.device)
-        self.counts.fetched += len(split.fetch)
+        self.lanes.host += len(split.host)
+        self.lanes.device += len(split.device)
+        self.lanes.fetched += len(split.fetch)
         return split
 
     def _planned(self, load: LayerLoad) -> Split:

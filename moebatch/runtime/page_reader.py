@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moebatch.model.checkpoint import Checkpoint, Run, goes_direct, runs_of
+from moebatch.model.direct_io import Take
 from moebatch.model.families.parts import Layout, Part
+from moebatch.model.panels import PanelWriter
 from moebatch.model.quant import arrange, decode
 from moebatch.model.stored import Stored, TensorEntry, locate
+from moebatch.native.rounding import PANEL
 
 _ALIGN = 64  # a cache line; also the widest SIMD load
 _TORCH_DTYPES = {
@@ -61,7 +65,7 @@ class _PlannedPart:
 class _Run:
     """Sources that lie side by side in the file and go into the page as they are, or a single one."""
 
-    part: _PlannedPart  # of the single one
+    parts: tuple[_PlannedPart, ...]  # of each
     fills: tuple[_Fill, ...]
     entries: tuple[TensorEntry, ...]
 
@@ -91,9 +95,13 @@ class PagePlan:
 class PageReader:
     """Plans and reads pages; several threads may read at once."""
 
-    def __init__(self, checkpoint: Checkpoint, *, weight_dtype: str) -> None:
-        """`weight_dtype` is what quantised matrices are held in."""
-        self._checkpoint, self._weight_dtype = checkpoint, weight_dtype
+    def __init__(self, checkpoint: Checkpoint, *, weight_dtype: str,
+                 panels: PanelWriter | None = None) -> None:  # fmt: skip
+        """`weight_dtype` is what quantised matrices are held in.
+
+        With `panels` all matrices that it takes have panels in place of rows once they are read.
+        """
+        self._checkpoint, self._weight_dtype, self._panels = checkpoint, weight_dtype, panels
         self.bytes_read = 0
 
     def plan(self, parts: Sequence[Part]) -> PagePlan:
@@ -130,19 +138,50 @@ class PageReader:
         coming = deque(plan.requests())
         coming.extend(() if following is None else following.requests())
 
-        def fill_in(run: Run, targets: Sequence[memoryview]) -> None:
+        def fill_in(run: Run, targets: Sequence[memoryview], take: Take | None = None) -> None:
             coming.popleft()
             after = next((later for later in coming if goes_direct(later)), ())
-            self._checkpoint.read_run(run, targets, cached=cached, following=after)
+            self._checkpoint.read_run(run, targets, cached=cached, following=after, take=take)
 
         for run in plan.runs:
             self.bytes_read += sum(fill.stored.num_bytes for fill in run.fills)
             if run.as_it_lies:
-                fill_in(run.entries, [memory[fill.begin : fill.end] for fill in run.fills])
+                targets = [memory[fill.begin : fill.end] for fill in run.fills]
+                fill_in(run.entries, targets, self._take(run, targets))
             else:
                 fill = run.fills[0]
-                self._decode(fill, tensors[run.part.name][fill.first : fill.last], fill_in)
+                self._decode(fill, tensors[run.parts[0].name][fill.first : fill.last], fill_in)
             yield
+        for part in plan.parts:
+            if self._in_panels(part) and not self._as_it_comes(part):
+                assert self._panels is not None
+                self._panels.pack(tensors[part.name])
+
+    def _in_panels(self, part: _PlannedPart) -> bool:
+        return self._panels is not None and self._panels.takes(part.name, part.shape, part.dtype)
+
+    def _as_it_comes(self, part: _PlannedPart) -> bool:
+        """Whether a part's sources become panels one by one, piece by piece."""
+        return self._in_panels(part) and all(
+            fill.as_it_lies and fill.first % PANEL == 0 for fill in part.fills
+        )
+
+    def _take(self, run: _Run, targets: Sequence[memoryview]) -> Take | None:
+        """What puts a run's bytes into the page, where a copy is not all there is to do."""
+        kinds = [part if self._as_it_comes(part) else None for part in run.parts]
+        if not any(kinds):
+            return None
+        memory, panels = [np.frombuffer(one, dtype=np.uint8) for one in targets], self._panels
+
+        def take(which: int, found: np.ndarray, at: int) -> None:
+            part = kinds[which]
+            if part is not None:
+                assert panels is not None
+                panels.put(memory[which], found, at, inputs=part.shape[1], dtype=part.dtype)
+            elif memory[which].ctypes.data != found.ctypes.data:
+                np.copyto(memory[which][at : at + found.size], found)
+
+        return take
 
     @staticmethod
     def views(plan: PagePlan, buffer: Tensor) -> dict[str, Tensor]:
@@ -194,11 +233,11 @@ def _runs(parts: Sequence[_PlannedPart]) -> Iterator[_Run]:
         "a tensor stands twice in a page"
     )
     for run in runs_of(plain):
-        yield _Run(part=plain[run[0]][0], fills=tuple(plain[entry][1] for entry in run),
-                   entries=tuple(run))  # fmt: skip
+        parts_of_run, fills_of_run = zip(*(plain[entry] for entry in run), strict=True)
+        yield _Run(parts=parts_of_run, fills=fills_of_run, entries=tuple(run))
     for part, fill in fills:
         if not fill.as_it_lies:
-            yield _Run(part=part, fills=(fill,), entries=fill.stored.entries)
+            yield _Run(parts=(part,), fills=(fill,), entries=fill.stored.entries)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

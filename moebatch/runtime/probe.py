@@ -5,11 +5,13 @@ timed by running the engine's own handlers with weights that cost nothing. Of re
 quartile counts: a neighbour on a shared machine only ever adds.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from moebatch.model.linear import (
     in_place,
     pack,
 )
+from moebatch.model.panels import PanelWriter
 from moebatch.model.router import ExpertRows, group_by_expert
 from moebatch.model.weights import AttentionWeights, Vocabulary, attention_weights, norm_of
 from moebatch.native.kernels import Kernels, load_kernels
@@ -45,6 +48,7 @@ _MOST_TOKENS, _FEW_ROWS = 1024, 16
 _HIDDEN, _EXPERT, _EXPERTS = 1024, 2048, 12  # 151 MB: no cache holds them all
 _SMALL_EXPERT, _SMALL_EXPERTS = 512, 48
 _FEW_TOKENS, _MANY_TOKENS = 8, 128
+_PLACED, _PLACED_PAGES = 4 << 20, 16  # bytes of a piece, and pages that take turns
 _PRE, _ATTN, _POST = (Task(op, Lane.CPU, 0) for op in (Op.PRE_ATTN, Op.CPU_ATTN, Op.POST_ATTN))
 Step = Callable[[str], None]
 
@@ -121,6 +125,7 @@ def host_rates(compute: ComputeType, kernels: Kernels | None = None, *,
     gemm["packed"] = gemm["packed"].at_least(gemm["streamed"])  # what is packed could be left as is
     step("attention")
     engine = _Hollow(compute, kernels)
+    threads = torch.get_num_threads() if kernels is None else kernels.threads
     per_task, per_value = engine.around()
     per_call, visit = _small_experts(lambda weight: pack(weight, compute, kernels), gemm["packed"])
     return HostRates(
@@ -135,6 +140,7 @@ def host_rates(compute: ComputeType, kernels: Kernels | None = None, *,
         per_pass_s=engine.pass_s(1),
         per_row_s=max(0.0, (engine.pass_s(128) - engine.pass_s(1)) / 127),
         per_sample_s=_per_sample_s(),
+        per_streamed_byte_s=_placing_s(kernels) / threads,
     )
 
 
@@ -202,6 +208,24 @@ def _small_experts(form: Callable[[Tensor], Linear], curve: Curve) -> tuple[floa
     few, many = beyond(_FEW_TOKENS), beyond(_MANY_TOKENS)
     per_value = max(0.0, many - few) / ((_MANY_TOKENS - _FEW_TOKENS) * _HIDDEN)
     return max(0.0, few - per_value * _FEW_TOKENS * _HIDDEN), per_value
+
+
+def _placing_s(kernels: Kernels | None) -> float:
+    """Seconds of one core for each byte of a page that is put in its place as it comes."""
+    come = np.ones(_PLACED + 8, dtype=np.uint8)[8:]  # files say nothing of alignment
+    pages = [
+        np.ones(_PLACED, dtype=np.uint8) for _ in range(_PLACED_PAGES)
+    ]  # more than caches hold
+    writer, following = None if kernels is None else PanelWriter(kernels), itertools.cycle(pages)
+
+    def put() -> None:
+        page = next(following)
+        if writer is None:
+            np.copyto(page, come)
+        else:
+            writer.put(page, come, 0, inputs=_HIDDEN, dtype=torch.bfloat16)
+
+    return timed(put) / _PLACED
 
 
 def _per_sample_s() -> float:

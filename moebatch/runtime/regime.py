@@ -19,6 +19,7 @@ from moebatch.runtime.admission import Remainder
 from moebatch.runtime.backend import Backend, HostBackend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import CachedHostBackend, Profile
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.routing_log import RoutingLog
 
 
@@ -74,6 +75,11 @@ class TailBackend(Generic[Streaming]):
         self._passes = 0
         self.kv, self.one_by_one = streaming.kv, streaming.one_by_one
         self.changed_before_pass: int | None = None
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """See Backend."""
+        return self._now.foresight
 
     @property
     def counts(self) -> CacheCounts | None:

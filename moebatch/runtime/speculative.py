@@ -26,6 +26,7 @@ from moebatch.plan.speculation import (
     share_drafts,
 )
 from moebatch.runtime.drafts import NO_DRAFT, Draft, DraftSource
+from moebatch.runtime.foresight import Foresight
 from moebatch.runtime.kv_cache import KVCache
 from moebatch.runtime.sampling import sample
 from moebatch.runtime.sequence import Sequence
@@ -138,7 +139,8 @@ class Speculator:
         self._passes = 0
         self.stats = SpeculationStats()
 
-    def drafts(self, decoding: Seq[Sequence], *, tokens: int) -> list[Draft]:
+    def drafts(self, decoding: Seq[Sequence], *, tokens: int,
+               foresight: Foresight | None = None) -> list[Draft]:  # fmt: skip
         """The drafts of the rows that decode, for a pass of `tokens` tokens without them."""
         self._passes += 1
         self._offers.clear()
@@ -146,7 +148,7 @@ class Speculator:
         most = [min(limit, self._room(sequence)) for sequence in decoding]
         if not any(room > 0 for room in most):
             return [NO_DRAFT] * len(decoding)
-        offers = self._offer(decoding, most)
+        offers = self._offer(decoding, most, foresight)
         if self._cost is None:
             return offers
         counts = share_drafts([self._chances(offer) for offer in offers], tokens=tokens,
@@ -208,10 +210,11 @@ class Speculator:
                            draft_seconds=self._source.step_s, most=self._most)  # fmt: skip
         return best or int(self._passes % _PROBE_PASSES == 0)
 
-    def _offer(self, decoding: Seq[Sequence], most: Seq[int]) -> list[Draft]:
+    def _offer(self, decoding: Seq[Sequence], most: Seq[int],
+               foresight: Foresight | None) -> list[Draft]:  # fmt: skip
         """The source's drafts."""
         start = time.perf_counter()
-        offers = self._source.propose(decoding, most)
+        offers = self._source.propose(decoding, most, foresight)
         self.stats.draft_s += time.perf_counter() - start
         return offers
 

@@ -26,6 +26,7 @@ from moebatch.model.linear import (
     pack,
     quantize,
 )
+from moebatch.model.panels import PanelWriter
 from moebatch.model.weights import (
     MATRICES,
     SMALL_MATRICES,
@@ -61,7 +62,9 @@ class WeightStore:
         self._table, self._compute = table, compute
         self._kernels, self._quantization = kernels, quantization
         self._experts: dict[Where, Expert] = {}
+        self.panels = PanelWriter(kernels) if kernels and quantization == "none" else None
         self._reader = PageReader(checkpoint, weight_dtype=spec.weight_dtype)
+        self._streamer = PageReader(checkpoint, weight_dtype=spec.weight_dtype, panels=self.panels)
         self._pages: dict[Where, dict[str, Linear | Tensor]] = {}
         self._attention: dict[int, AttentionWeights] = {}
         self._base_ffns: dict[int, BaseFFN] = {}
@@ -79,7 +82,7 @@ class WeightStore:
     @property
     def bytes_read(self) -> int:
         """Bytes of weights read from the checkpoint so far."""
-        return self._reader.bytes_read
+        return self._reader.bytes_read + self._streamer.bytes_read
 
     def load_resident(self, *, threads: int, progress: Callable[[int, int], None]) -> None:
         """Read the vocabulary and every resident page; `progress(done, total)` counts pages.
@@ -106,7 +109,7 @@ class WeightStore:
         where = (layer, page)
         slot, plan = self._free_slots.popleft(), self._plans[where]
         after = self._plans[self._after[where]]
-        tensors = self._reader.read(plan, slot, cached=False, following=after)
+        tensors = self._streamer.read(plan, slot, cached=False, following=after)
         self._slot_of[where] = slot
         self._pages[where] = {name: self.view(name, tensor) for name, tensor in tensors.items()}
 
@@ -213,11 +216,14 @@ class WeightStore:
         return self._small(name, tensor, copy=True)
 
     def view(self, name: str, tensor: Tensor) -> Linear | Tensor:
-        """The form in which a streamed part is used: the matrices in place, or quantised anew."""
+        """The form in which a streamed part is used: the matrices in place, or quantised anew.
+
+        With `panels` the matrices have been read by way of it.
+        """
         if name in MATRICES and self._quantization != "none":
             return self._keep(name, tensor)
         if name in MATRICES:
-            return in_place(tensor, self._compute, self._kernels)
+            return in_place(tensor, self._compute, self._kernels, panels=self.panels is not None)
         return self._small(name, tensor, copy=False)
 
     def _small(self, name: str, tensor: Tensor, *, copy: bool) -> Linear | Tensor:
