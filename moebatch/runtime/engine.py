@@ -22,7 +22,7 @@ from moebatch.plan.memory import MAX_LOGIT_ROWS
 from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane
-from moebatch.runtime.admission import Admission, Remainder
+from moebatch.runtime.admission import Admission
 from moebatch.runtime.backend import Backend, PassResult, Progress
 from moebatch.runtime.batch import Segment
 from moebatch.runtime.cached_backend import Profile
@@ -30,7 +30,7 @@ from moebatch.runtime.device import Device, closed_on_error, memory_errors
 from moebatch.runtime.device_regime import device_backend, device_regime_facts
 from moebatch.runtime.drafts import NO_DRAFT, Draft
 from moebatch.runtime.host import return_freed_memory
-from moebatch.runtime.regime import RegimeFacts, TailBackend, host_backend, regime_facts
+from moebatch.runtime.regime import RegimeFacts, host_backend, look, regime_facts
 from moebatch.runtime.routing_log import RoutingLog
 from moebatch.runtime.sequence import Sequence
 from moebatch.runtime.speculative import Due, Speculator, choose_tokens, chunks, take_back
@@ -173,7 +173,7 @@ class Engine:
                 continue
             with memory_errors():
                 if admission.tail and not more_follow:
-                    self._look(admission.tail)
+                    self.stats.decode_s += look(self._backend, admission.tail)
                 broken = self._pass(admission.active)
             for request in {s.request.index: s.request for s in broken}.values():
                 self._ended.pop(request.index, None)
@@ -304,13 +304,6 @@ class Engine:
             del self._ended[request.index]
             choices = sorted((s.to_choice() for s in ended), key=lambda choice: choice.index)
             yield Completion(request=request, choices=tuple(choices))
-
-    def _look(self, left: Remainder) -> None:
-        """Let the backend see the tail. What a change takes is decoding's time."""
-        start = time.perf_counter()
-        if isinstance(self._backend, TailBackend):
-            self._backend.look(left)
-        self.stats.decode_s += time.perf_counter() - start
 
     def _pass(self, active: list[Sequence]) -> list[Sequence]:
         """Compute one pass and sample; the sequences whose logits were not finite."""

@@ -1,6 +1,7 @@
 """Which backend computes on the host: streaming whole layers, a cache of experts, or one and then the
 other at the tail of a job."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -123,6 +124,14 @@ class TailBackend(Generic[Streaming]):
     def close(self) -> None:
         """See Backend."""
         self._now.close()
+
+
+def look(backend: Backend, left: Remainder) -> float:
+    """Let a backend see the tail of its job; the seconds that a change took, which are decoding's."""
+    start = time.perf_counter()
+    if isinstance(backend, TailBackend):
+        backend.look(left)
+    return time.perf_counter() - start
 
 
 def host_backend(checkpoint: Checkpoint, *, spec: ModelSpec, family: Family, policy: Policy,
