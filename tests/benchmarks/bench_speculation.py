@@ -153,8 +153,8 @@ def _run(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], Any
     before = (stats.decode_s, stats.passes, *_drafted(speculator), *_found(engine))
     outcomes = sorted(engine.run(requests), key=lambda one: one.request.index)
     after = (stats.decode_s, stats.passes, *_drafted(speculator), *_found(engine))
-    names = ("decode_s", "passes", "drafted", "accepted", "row_passes", "tokens", "bytes_read",
-             "hits", "misses")  # fmt: skip
+    names = ("decode_s", "passes", "drafted", "accepted", "row_passes", "tokens", "draft_s",
+             "bytes_read", "hits", "misses")  # fmt: skip
     done = dict(zip(names, (b - a for a, b in zip(before, after, strict=True)), strict=True))
     told = (engine.speculation or {}).get("cutoff_layer")
     done |= {} if told is None else {"cutoff": told, "right": engine.speculation["named_needed"]}
@@ -167,11 +167,11 @@ def _found(engine: Engine) -> tuple[int, int, int]:
     return (engine.disk_read_bytes, *found)
 
 
-def _drafted(speculator: Any) -> tuple[int, int, int, int]:
+def _drafted(speculator: Any) -> tuple[int, int, int, int, float]:
     if speculator is None:
-        return (0, 0, 0, 0)
+        return (0, 0, 0, 0, 0.0)
     stats = speculator.stats
-    return (stats.drafted, stats.accepted, stats.row_passes, stats.tokens)
+    return (stats.drafted, stats.accepted, stats.row_passes, stats.tokens, stats.draft_s)
 
 
 def _line(count: str, runs: list[dict[str, float]], plain: float, rows: int, seconds: Any,
@@ -196,7 +196,9 @@ def _line(count: str, runs: list[dict[str, float]], plain: float, rows: int, sec
         line |= {
             "acceptance": median["accepted"] / median["drafted"] if median["drafted"] else None,
             "tokens_per_pass": each,
-            "predicted_gain": each * float(alone / checked),
+            "draft_s": median["draft_s"],
+            "predicted_gain": each
+            * float(alone / (checked + median["draft_s"] / median["passes"])),
         }
     return line
 
