@@ -27,9 +27,12 @@ def simulated(costs: StepCosts, cutoff: int, *, steps: int = 60, seed: int = 0) 
     for _ in range(steps):
         link, came = 0.0, {}
         for layer in range(cutoff):
+            drafted = layer * costs.draft_layers // costs.layers + 1
             for k in range(experts):
-                link = max(link, (layer + 1) * costs.draft_layer_s) + costs.expert_s
-                came[layer, k] = link
+                start = max(link, drafted * costs.draft_layer_s)
+                if start < costs.draft_s:  # what has not begun by then is dropped
+                    link = start + costs.expert_s
+                    came[layer, k] = link
         now = costs.draft_s
         for layer in range(costs.layers):
             ready = now
@@ -49,12 +52,13 @@ def simulated(costs: StepCosts, cutoff: int, *, steps: int = 60, seed: int = 0) 
     draft=st.floats(0.05, 3), target=st.floats(0.05, 3), expert=st.floats(0.02, 3),
     layers=st.integers(2, 20), drafted=st.integers(1, 4), experts=st.integers(1, 6),
     accuracy=st.floats(0.5, 1), slots=st.integers(0, 80), seed=st.integers(0, 9),
+    draft_layers=st.integers(1, 24),
 )  # fmt: skip
 def test_the_chosen_layer_is_within_5_percent_of_the_best_of_a_sweep(
-    draft, target, expert, layers, drafted, experts, accuracy, slots, seed
+    draft, target, expert, layers, drafted, experts, accuracy, slots, seed, draft_layers
 ) -> None:
     costs = StepCosts(draft_layer_s=draft, target_layer_s=target, expert_s=expert, layers=layers,
-                      draft_layers=layers, draft_tokens=drafted, experts=experts,
+                      draft_layers=draft_layers, draft_tokens=drafted, experts=experts,
                       accuracy=accuracy, slots=slots)  # fmt: skip
     sweep = [simulated(costs, cutoff, seed=seed) for cutoff in range(most_layers(costs) + 1)]
     assert sweep[cutoff_layer(costs)] <= 1.05 * min(sweep)
@@ -64,7 +68,7 @@ def test_memory_bounds_the_cutoff() -> None:
     assert most_layers(COSTS) == 16
     assert most_layers(replace(COSTS, slots=7)) == 3
     assert cutoff_layer(replace(COSTS, slots=1)) == 0
-    assert most_layers(replace(COSTS, draft_layers=5)) == 5
+    assert most_layers(replace(COSTS, experts=1e-300)) == 16
     assert most_layers(replace(COSTS, experts=0)) == 16
 
 
@@ -72,6 +76,7 @@ def test_the_papers_inequality() -> None:
     """Computing binds: the last layer's experts come too late. The link binds: it is full before."""
     assert hidden_layers(COSTS) == 15  # layer 16 ends its own fetch half a second after the stage
     assert fetched_at(COSTS, 2) == [1.5, 2.5]
+    assert fetched_at(replace(COSTS, draft_layers=4), 2) == [1.5, 2.0]  # one speaks for four layers
     slow = replace(COSTS, expert_s=2.0)  # 4 s per layer, from 1 s on, in a stage of 16 s
     assert hidden_layers(slow) == 3
     assert hidden_layers(replace(slow, draft_tokens=4)) == 15

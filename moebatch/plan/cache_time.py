@@ -33,8 +33,8 @@ class CachePass(HostPass):
     @property
     def total(self) -> Amount:
         """The pass: reading overlaps the experts alone."""
-        others = self.compute - self.ffn
-        return others + np.maximum(self.ffn, self.disk + self.last_expert)
+        beside = self.ffn + self.placing
+        return self.compute - beside + np.maximum(beside, self.disk + self.last_expert)
 
 
 class CacheTime(HostTime):
@@ -97,7 +97,7 @@ class CacheTime(HostTime):
         parts = {name: getattr(base, name) for name in HostPass.__slots__}
         per_layer = np.maximum(1.0, self.touched(load.tokens) / spec.num_layers)
         parts["disk"] = read / (self._disk * _ON_DEMAND)
-        parts["placing"] = 0.0  # mostly beside experts that are there; the rest is in _ON_DEMAND
+        parts["placing"] = read * self.rates.per_streamed_byte_s
         return CachePass(**parts, last_expert=base.ffn / per_layer)
 
 

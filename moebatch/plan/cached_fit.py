@@ -93,10 +93,11 @@ def _resident_bytes(spec: ModelSpec, policy: Policy) -> int:
 
 
 def _working_bytes(spec: ModelSpec, policy: Policy) -> int:
-    """Activations, contexts, the experts' results."""
+    """Activations, contexts, the experts' results, states of a draft model."""
     used = device_memory(spec, policy)
     results = (policy.prefill_tokens + policy.batch_size) * spec.top_k * spec.hidden_size * FLOAT
-    return used.contexts + used.activations + used.workspace + results
+    foreseen = policy.batch_size * spec.hidden_size * FLOAT * (policy.draft_tokens > 0)
+    return used.contexts + used.activations + used.workspace + results + foreseen
 
 
 def fit_cache(spec: ModelSpec, policy: Policy, *, device_bytes: int, capacity: int | None = None,

@@ -1,9 +1,10 @@
 """How many layers' experts to prefetch while a draft model runs: the cutoff layer of SP-MoE.
 
 The draft's attention output of layer l goes through the target's router of that layer; what it names is
-fetched over one link, in order. Fetching more than the drafting hides delays what the target needs at
-once. Source: SP-MoE (arXiv 2510.10302); the paper's inequality is `hidden_layers`, the choice by the
-whole step's expected seconds is ours.
+fetched over one link, in order. Once the target begins, what it needs at once goes first: of what was
+named only the experts that have come by then, and one under way, are of use. Source: SP-MoE (arXiv
+2510.10302); the paper's inequality is `hidden_layers`, the choice by the whole step's expected seconds
+is ours.
 """
 
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ class StepCosts:
     """One step of drafting and verifying. Seconds: of a draft layer, of a target layer without waiting
     for experts, of one expert over the link.
 
-    Each of `layers` needs `experts` that are not there yet, and as many are named for it, of which the
-    share `accuracy` is right. `draft_tokens` are drafted, each through `draft_layers`; the first one's
-    routing is what is known of. `slots` is how many fetched experts there is room for. `in_place_s`:
-    of one that is missing, where it is computed where it lies; None: it is fetched.
+    Each of `layers`, those with experts, needs `experts` that are not there yet, and as many are named
+    for it, of which the share `accuracy` is right. `draft_tokens` are drafted, each through
+    `draft_layers`, of which each speaks for its share of `layers`; the first token's routing is what is
+    known of. `slots`: how many fetched experts there is room for. `in_place_s`: of one that is missing,
+    where it is computed where it lies; None: it is fetched.
     """
 
     draft_layer_s: float
@@ -41,15 +43,17 @@ def fetched_at(costs: StepCosts, cutoff: int) -> list[float]:
     """When the experts named for each layer below the cutoff have come, from the step's start."""
     times, free = [], 0.0
     for layer in range(cutoff):
-        free = max(free, (layer + 1) * costs.draft_layer_s) + costs.experts * costs.expert_s
+        drafted = layer * costs.draft_layers // costs.layers + 1
+        free = max(free, drafted * costs.draft_layer_s) + costs.experts * costs.expert_s
         times.append(free)
     return times
 
 
 def most_layers(costs: StepCosts) -> int:
-    """Layers that can be prefetched for: the draft reaches them, and their experts have room."""
-    reached = min(costs.layers, costs.draft_layers)
-    return min(reached, int(costs.slots / costs.experts)) if costs.experts else reached
+    """Layers whose experts have room."""
+    if costs.experts * costs.layers <= costs.slots:
+        return costs.layers
+    return int(costs.slots / costs.experts)
 
 
 def hidden_layers(costs: StepCosts) -> int:
@@ -61,22 +65,29 @@ def hidden_layers(costs: StepCosts) -> int:
 def step_seconds(costs: StepCosts, cutoff: int) -> float:
     """Expected seconds of drafting and verifying: what was not named rightly is fetched when needed."""
     named = fetched_at(costs, cutoff)
-    now, link = costs.draft_s, named[-1] if named else 0.0
+    now = costs.draft_s
+    link = min(named[-1], now + costs.expert_s) if named else 0.0  # the one under way is finished
     for layer in range(costs.layers):
-        right = costs.accuracy if layer < cutoff else 0.0
-        missing = costs.experts * (1.0 - right)
-        # Waits, each weighed with the chance that there is anything to wait for.
+        came = _came(costs, named[layer]) if layer < cutoff else 0.0
+        missing = costs.experts * (1.0 - costs.accuracy * came)
+        right = 1.0 - missing / costs.experts if costs.experts else 1.0
         ready = now
-        if layer < cutoff:
-            ready += (1.0 - (1.0 - right) ** costs.experts) * max(0.0, named[layer] - now)
         if costs.in_place_s is not None:
             ready = max(ready, now + missing * costs.in_place_s)
         elif missing > 0:
+            # Waits, weighed with the chance that there is anything to wait for.
             busy = (1.0 - right**costs.experts) * max(0.0, link - now)
             link = max(link, now) + missing * costs.expert_s
             ready = max(ready, now + busy + missing * costs.expert_s)
         now = ready + costs.target_layer_s
     return now
+
+
+def _came(costs: StepCosts, fetched: float) -> float:
+    """The share of a layer's named experts that are there, or under way, when the target begins."""
+    late = max(0.0, fetched - costs.draft_s)
+    whole = costs.experts * costs.expert_s
+    return max(0.0, 1.0 - late / whole) if whole else 1.0
 
 
 def cutoff_layer(costs: StepCosts) -> int:

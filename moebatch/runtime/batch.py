@@ -43,6 +43,11 @@ class Segment:
         return self.start + len(self.token_ids)
 
 
+def has_prompts(groups: Seq[Seq[Segment]]) -> bool:
+    """Whether a pass computes more than rows that decode, with their drafts."""
+    return any(len(one.token_ids) > one.wanted for group in groups for one in group)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
     """Decode rows attended in one call: tokens [first, last) of the micro-batch.

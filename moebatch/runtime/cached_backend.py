@@ -19,7 +19,7 @@ from moebatch.plan.pages import ATTENTION_PAGE, PageTable
 from moebatch.plan.policy import Policy
 from moebatch.plan.schedule import Lane, Task, prologue, zigzag
 from moebatch.runtime.backend import HostBackend, PassResult, Progress, host_cache
-from moebatch.runtime.batch import Segment, build_pass
+from moebatch.runtime.batch import Segment, build_pass, has_prompts
 from moebatch.runtime.cached_forward import CachedForward
 from moebatch.runtime.executor import Executor
 from moebatch.runtime.expert_store import ExpertStore
@@ -109,7 +109,7 @@ class CachedHostBackend:
         start = time.perf_counter()
         timeline = self._executor.run(tasks)
         if self.foresight is not None:
-            self.foresight.passed(time.perf_counter() - start)
+            self.foresight.passed(time.perf_counter() - start, prompts=has_prompts(groups))
         if self._log is not None:
             self._log.end_pass()
         spans = sorted((*timeline.spans, *self._experts.take_spans()), key=lambda s: s.end_s)

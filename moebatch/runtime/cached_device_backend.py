@@ -24,7 +24,7 @@ from moebatch.plan.model_spec import ModelSpec
 from moebatch.plan.pages import PageTable
 from moebatch.plan.policy import Policy
 from moebatch.runtime.backend import PassResult, Progress
-from moebatch.runtime.batch import Segment
+from moebatch.runtime.batch import Segment, has_prompts
 from moebatch.runtime.cached_backend import Profile
 from moebatch.runtime.device import Device
 from moebatch.runtime.device_backend import DeviceBackend
@@ -139,7 +139,7 @@ class CachedDeviceBackend:
         start = time.perf_counter()
         done = self._inner.compute(groups, all_logits=all_logits)
         if self.foresight is not None:
-            self.foresight.passed(time.perf_counter() - start)
+            self.foresight.passed(time.perf_counter() - start, prompts=has_prompts(groups))
         spans = sorted([*done.timeline.spans, *self._experts.pass_ends()], key=lambda s: s.end_s)
         return replace(done, timeline=replace(done.timeline, spans=tuple(spans)))
 

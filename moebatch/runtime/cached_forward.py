@@ -137,6 +137,10 @@ class CachedForward(Forward):
         """See Foreseen."""
         self._expert_store.wish(ranked)
 
+    def holds(self, which: ExpertId) -> bool:
+        """See Foreseen."""
+        return self._expert_store.holds(which)
+
     @property
     def counts(self) -> CacheCounts:
         """See Foreseen."""

@@ -97,6 +97,11 @@ class ExpertStore:
         """Bytes of experts read from the checkpoint so far."""
         return self._reader.bytes_read
 
+    def holds(self, which: ExpertId) -> bool:
+        """Whether an expert is in the cache or on its way into it."""
+        with self._changed:
+            return which in self.cache
+
     @property
     def most_guarded(self) -> int:
         """Experts that may be kept for layers to come: half of the cache."""

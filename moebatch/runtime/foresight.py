@@ -7,6 +7,7 @@ models must have hidden states of one size, as models of one family do.
 Shapes: T tokens of a draft step, D hidden_size.
 """
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class Foreseen(Protocol):
 
     def bring(self, ranked: Sequence[ExpertId]) -> None:
         """Experts to bring while nothing is waited for, in this order; replaces those before."""
+        ...
+
+    def holds(self, which: ExpertId) -> bool:
+        """Whether an expert is there, or was brought and is on its way."""
         ...
 
     @property
@@ -81,6 +86,9 @@ class Foresight:
         self.cutoff = 0
         self._reached: dict[int, list[int]] = {}
         self._named: dict[int, Counter[int]] = {}
+        self._lacked: dict[int, set[int]] = {}  # of those named, who was not there
+        self._sparse = sum(spec.experts_in(i) > 0 for i in range(spec.num_layers))
+        self._own_s = 0.0
         self._stages, self._drafts, self._draft_layers = 0, 0, 0
         self._drafting = self._staged = False
         self._looked_at: frozenset[int] = frozenset()
@@ -98,6 +106,8 @@ class Foresight:
             self._reached = _reached(spec, draft.num_layers)
         self._drafts = drafts
         self._named.clear()
+        self._lacked.clear()
+        self._own_s = 0.0
         self._drafting = self._staged = True
         self.cutoff = self._chosen() if self.fixed is None else self.fixed
         self._cutoffs.add(self.cutoff)
@@ -113,11 +123,10 @@ class Foresight:
         """Layer `layer` of the draft model has these hidden states [T, D] after its attention."""
         if not self._drafting:
             return
-        found = False
+        start, found = time.perf_counter(), False
         for i in self._reached.get(layer, ()):
             if i in self._looked_at:
-                self._named.setdefault(i, Counter()).update(self._cache.routed(i, states))
-                found = found or i < self.cutoff
+                found = self._name(i, self._cache.routed(i, states)) or found
         if found:
             self._cache.bring(
                 [
@@ -127,32 +136,42 @@ class Foresight:
                     for expert, _ in self._named[i].most_common()
                 ]
             )
+        self._own_s += time.perf_counter() - start
+
+    def _name(self, layer: int, tokens: Mapping[int, int]) -> bool:
+        """Experts that a layer is going to ask for; whether any is new that should be brought."""
+        named = self._named.setdefault(layer, Counter())
+        new = [expert for expert in tokens if expert not in named]
+        named.update(tokens)
+        lacked = {expert for expert in new if not self._cache.holds((layer, expert))}
+        self._lacked.setdefault(layer, set()).update(lacked)
+        return bool(new) and layer < self.cutoff
 
     def drafted(self, seconds: float, steps: int) -> None:
-        """The stage is over; its steps took so long."""
+        """The stage is over; its steps took so long, what was done here among it."""
         self._drafting = False
         if steps:
-            self._draft_layer_s.add(seconds / steps / self._draft_layers)
+            own = max(0.0, seconds - self._own_s)
+            self._draft_layer_s.add(own / steps / self._draft_layers)
 
     def came(self, layer: int, experts: Sequence[int]) -> None:
         """The target's layer asks for these experts."""
-        named = self._named.pop(layer, None)
-        if named:
-            self._accuracy.add(len(named.keys() & set(experts)) / len(named))
+        self._named.pop(layer, None)
+        if lacked := self._lacked.pop(layer, None):
+            self._accuracy.add(len(lacked & set(experts)) / len(lacked))
 
-    def passed(self, seconds: float) -> None:
+    def passed(self, seconds: float, *, prompts: bool = False) -> None:
         """The target's pass took so long, with what it waited for experts.
 
-        Only one that follows a stage tells something of the next.
+        Only one that follows a stage, and carries no prompts, tells something of the next.
         """
-        if not self._staged:
+        staged, self._staged = self._staged, False
+        if not staged or prompts:
             return
-        self._staged = False
         needed, waited = self._before
-        sparse = self._spec.num_layers - len(self._spec.dense_layers)
-        self._missing.add((_needed(self._cache.counts) - needed) / max(1, sparse))
+        self._missing.add((_needed(self._cache.counts) - needed) / max(1, self._sparse))
         computed = max(0.0, seconds - (self._cache.waited_s - waited))
-        self._target_layer_s.add(computed / self._spec.num_layers)
+        self._target_layer_s.add(computed / max(1, self._sparse))
 
     def describe(self) -> dict[str, Any] | None:
         """For a report: the mean cutoff layer, and the share of named experts that was needed.
@@ -178,7 +197,7 @@ class Foresight:
             draft_layer_s=draft,
             target_layer_s=target,
             expert_s=expert_s,
-            layers=self._spec.num_layers,
+            layers=self._sparse,
             draft_layers=self._draft_layers,
             draft_tokens=self._drafts,
             experts=missing,

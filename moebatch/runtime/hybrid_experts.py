@@ -83,7 +83,7 @@ class HybridExperts:
         self.lanes = LaneCounts()
         prefetches = bool(policy.prefetch_layers and slots.cache.capacity)
         self.foresight = Foresight(self, spec=spec) if prefetches else None
-        self._host_s = 0.0
+        self._host_s = self._waited_s = 0.0
         self._signals: list[tuple[Task, Signal]] = []
 
     def run(self, layer: int, hidden: Tensor, normed: Tensor, rows: ExpertRows) -> None:
@@ -133,6 +133,10 @@ class HybridExperts:
         """See Foreseen."""
         self._slots.offer(ranked, Urgency.PREFETCH)
 
+    def holds(self, which: ExpertId) -> bool:
+        """See Foreseen."""
+        return which[1] in self._slots.contents(which[0])
+
     @property
     def counts(self) -> CacheCounts:
         """See Foreseen."""
@@ -158,7 +162,7 @@ class HybridExperts:
     @property
     def waited_s(self) -> float:
         """See Foreseen."""
-        return self._slots.waited_s
+        return self._slots.waited_s + self._waited_s
 
     def pass_ends(self) -> list[Span]:
         """After a pass: what host and link did in it."""
@@ -249,7 +253,9 @@ class HybridExperts:
 
     def _take(self, job: "Future[Tensor]", visit: _Visit, results: Tensor) -> None:
         """Wait for the host's results and copy them to their rows on the device."""
+        start = time.perf_counter()
         host = job.result()
+        self._waited_s += time.perf_counter() - start
         factor = self._correction(visit, visit.split.host, self._host_s, self.costs.host_s)
         self.costs = replace(self.costs, host_expert_s=self.costs.host_expert_s * factor,
                              host_token_s=self.costs.host_token_s * factor)  # fmt: skip
