@@ -125,9 +125,9 @@ def test_stdin_to_stdout(model) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(model, tmp_path) -> None:
-    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "abc"}] * 400)
-    script = (
-        f"{sys.executable} -m moebatch run {data} -m {model} -o - -q --max-tokens 40 --ignore-eos"
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "abc", "kept": "x" * 999}] * 200)
+    script = (  # a pipe holds 64 KiB, less than comes
+        f"{sys.executable} -m moebatch run {data} -m {model} -o - -q --max-tokens 9 --ignore-eos"
         " --include token_ids | head -1"
     )
     result = subprocess.run(
