@@ -156,7 +156,7 @@ def test_random_cases_with_random_delays(part, odd_model) -> None:
     cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "20"))
     for seed in range(part, cases, 10):
         policy, rows, costs, chunk, rng = random_case(seed)
-        link = replace(FREE, h2d_bytes_per_s=rng.choice([1e15, 2e7]))
+        link = replace(FREE, h2d_bytes_per_s=rng.choice([1e15, 4e7]))
         device = EmulatedDevice(link, delays=rng, max_delay_s=rng.choice([0.0, 0.0005, 0.002]))
         small_pieces = partial(make, costs=costs, chunk_bytes=rng.choice([1 << 10, 1 << 20]))
         run_rows(path, rows, policy, device, chunk=chunk, make=small_pieces, watch=check_counts)

@@ -85,7 +85,7 @@ def test_random_cases_with_random_delays(part, odd_model) -> None:
     MOEBATCH_FUZZ_CASES sets how many cases there are in all.
     """
     model, path = odd_model
-    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "40"))
+    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "30"))
     for seed in range(part, cases, 10):
         policy, rows, options, rng = random_case(seed)
         device = EmulatedDevice(FREE, delays=rng, max_delay_s=rng.choice([0.0, 0.0005, 0.002]))
