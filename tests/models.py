@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,13 @@ def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
     with torch.no_grad():
         best = model(torch.tensor([prompt + answer[:-1]])).logits[0].argmax(-1)
     return bool(best[len(prompt) - 1 :].tolist() == answer)
+
+
+@cache
+def reference_logits(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
+    """The oracle's logits [len, V] at every position; computed once for all that are held to them."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:

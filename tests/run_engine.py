@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def run(
     """Outcomes in the order of the rows."""
     with open_engine(path, policy, **changes) as engine:
         return sorted(engine.run(requests), key=_index)
+
+
+def plain(path: Path, requests: Sequence[Request], **changes: Any) -> list[Any]:
+    """What others are compared with: as `run`, but once for all who ask the same of a model."""
+    return list(_plain(path, tuple(requests), **changes))
+
+
+@cache
+def _plain(path: Path, requests: tuple[Request, ...], **changes: Any) -> list[Any]:
+    return run(path, requests, **changes)
 
 
 def cached_numbers(path: Path) -> int:

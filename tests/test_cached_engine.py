@@ -67,7 +67,8 @@ def test_same_text_for_every_size_of_the_cache(eviction, odd_model, poisoned) ->
     """From none to all of the 20 experts, with and without prefetch, one spare buffer or more."""
     requests = random_requests(random.Random(1), 5)
     expected = answers(run(odd_model, requests))
-    for slots, layers, spare in product([0, 1, 2, 7, 19, 20], [0, 3], [1, 3]):
+    ways = [*product([1, 2, 7, 19], [0, 3], [1, 3]), *product([0, 20], [3], [1, 3])]
+    for slots, layers, spare in ways:  # with room for none or for all nothing is prefetched
         found = run(odd_model, requests, regime="cache", expert_slots=slots, eviction=eviction,
                     prefetch_layers=layers, page_slots=spare)  # fmt: skip
         assert answers(found) == expected, (slots, layers, spare)
@@ -115,7 +116,7 @@ def test_random_cases_with_random_delays(part, odd_model, poisoned, monkeypatch)
                 time.sleep(rng.random() * longest)
             yield step
 
-    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "30"))
+    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "20"))
     monkeypatch.setattr(PageReader, "steps", slow_steps)
     for seed in range(part, cases, 10):
         requests, changes, rng = random_case(seed)

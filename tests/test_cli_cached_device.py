@@ -4,8 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+<<<<<<< HEAD
 from test_cli import assert_one_line, moebatch, write_rows
 from test_optimizer import MIXTRAL
+=======
+from commands import moebatch, write_rows
+from test_cli import assert_one_line
+>>>>>>> helper-h
 
 from moebatch.cli.accelerator import plan_for
 from moebatch.cli.cached_accelerator import with_fitting_tail
@@ -46,10 +51,10 @@ def test_the_text_is_that_of_the_host_and_the_report_tells_of_the_cache(rows, tm
                    [*CACHED, "--expert-cache", "7", "--eviction", "lfu"]):  # fmt: skip
         out = tmp_path / f"{len(texts)}.jsonl"
         result = moebatch("run", rows, "-m", "demo", "-o", out, "--greedy", *device)
-        assert result.returncode == 0, result.stderr
+        assert result.code == 0, result.err
         texts.append(out.read_text())
     assert texts[0] == texts[1]
-    assert "cache of 7 experts, lfu" in result.stderr
+    assert "cache of 7 experts, lfu" in result.err
     report = json.loads((tmp_path / "1.jsonl.moebatch" / "report.json").read_text())
     cache = report["expert_cache"]
     assert (cache["regime"], cache["expert_slots"]) == ("cache", 7)
@@ -73,8 +78,9 @@ def test_the_text_is_that_of_the_host_and_the_report_tells_of_the_cache(rows, tm
         ([*CACHED, "--routing-trace", "t.bin"], "--routing-trace is for machines without"),
     ],
 )
-def test_what_has_no_effect_is_refused(options, words, rows, tmp_path) -> None:
-    result = moebatch("run", rows, "-m", "demo", "-o", tmp_path / "o.jsonl", *options, cwd=tmp_path)
+def test_what_has_no_effect_is_refused(options, words, rows, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = moebatch("run", rows, "-m", "demo", "-o", tmp_path / "o.jsonl", *options)
     assert_one_line(result, 2, words)
 
 

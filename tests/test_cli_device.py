@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import assert_one_line, moebatch, write_rows
+from commands import moebatch, write_rows
+from test_cli import assert_one_line
 
 from moebatch.cli import this_machine
 from moebatch.cli.accelerator import accelerator_options, open_accelerator
@@ -37,10 +38,10 @@ def test_the_text_is_that_of_the_host_and_the_report_says_emulated(rows, tmp_pat
                     "--weights-resident", "0.3"]):  # fmt: skip
         out = tmp_path / f"{len(texts)}.jsonl"
         result = moebatch("run", rows, "-m", "demo", "-o", out, "--greedy", *device)
-        assert result.returncode == 0, result.stderr
+        assert result.code == 0, result.err
         texts.append(out.read_text())
     assert texts[0] == texts[1]
-    assert "emulated accelerator, no real one: emulated:t4" in result.stderr
+    assert "emulated accelerator, no real one: emulated:t4" in result.err
     report = json.loads((tmp_path / "1.jsonl.moebatch" / "report.json").read_text())
     gpu = report["machine"]["gpu"]
     assert gpu["emulated"] is True

@@ -18,7 +18,7 @@ from moebatch.plan.timeline import check_executed
 from moebatch.runtime.emulated import EmulatedDevice
 
 FREE = PROFILES["unthrottled"]
-SLOW = LinkProfile(name="slow", memory_bytes=2**30, h2d_bytes_per_s=5e6, d2h_bytes_per_s=5e6,
+SLOW = LinkProfile(name="slow", memory_bytes=2**30, h2d_bytes_per_s=1e7, d2h_bytes_per_s=1e7,
                    latency_s=1e-4)  # fmt: skip
 POLICY = Policy(batch_size=9, micro_batch_size=3, kv_blocks=64, weights_resident=0.3, ffn="gpu")
 HOMES = ("disk", "cpu", "pinned")
@@ -85,10 +85,10 @@ def test_random_cases_with_random_delays(part, odd_model) -> None:
     MOEBATCH_FUZZ_CASES sets how many cases there are in all.
     """
     model, path = odd_model
-    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "40"))
+    cases = int(os.environ.get("MOEBATCH_FUZZ_CASES", "30"))
     for seed in range(part, cases, 10):
         policy, rows, options, rng = random_case(seed)
-        device = EmulatedDevice(FREE, delays=rng, max_delay_s=rng.choice([0.0, 0.001, 0.004]))
+        device = EmulatedDevice(FREE, delays=rng, max_delay_s=rng.choice([0.0, 0.0005, 0.002]))
         passes = run_rows(path, rows, policy, device, **options)
         assert worst_error(model, rows) < TOLERANCE, f"case {seed}"
         check_executed(passes)
@@ -165,12 +165,12 @@ def test_the_good_schedule_on_the_slow_link_is_right(tiny_models) -> None:
 
 def test_copies_take_the_links_time() -> None:
     device = EmulatedDevice(SLOW)
-    target = device.empty((50_000,), torch.uint8)
-    source = torch.zeros(50_000, dtype=torch.uint8)
+    target = device.empty((100_000,), torch.uint8)
+    source = torch.zeros(100_000, dtype=torch.uint8)
     queue = EmulatedDevice(FREE, delays=random.Random(0)).queues[Lane.H2D]
     signal = queue.launch(lambda task: device.copy_in(target, source), None)
     start, end = signal.times()
-    assert end - start >= 0.0099  # 50 kB at 5 MB/s, less the clock's grain
+    assert end - start >= 0.0099  # 100 kB at 10 MB/s, less the clock's grain
     assert torch.equal(target, source)
 
 

@@ -93,7 +93,7 @@ def test_what_host_memory_cannot_hold_stays_on_disk(tiny_models) -> None:
     policy = fit(spec, POLICY, schedule="cgopipe", device_bytes=10**7, micro_batch_size=3,
                  weights_resident=0.2)  # fmt: skip
     plan = memory_of(spec, policy, base_bytes=0)
-    expected, needs = tokens(run_engine.run(path, rows(9))), []
+    expected, needs = tokens(run_engine.plain(path, rows(9))), []
     for count in range(spec.num_layers + 1):
         changed = with_disk_layers(spec, policy, count)
         assert disk_layers(spec, changed) == count
@@ -110,4 +110,4 @@ def test_a_policy_with_grouped_experts_on_a_device(tiny_models) -> None:
     policy = replace(POLICY, schedule="cgopipe", ffn="gpu", experts_grouped=2, weights_resident=0.0)
     device = EmulatedDevice(PROFILES["unthrottled"])
     found = run_engine.run(path, rows(9), policy, device=device)
-    assert tokens(run_engine.run(path, rows(9))) == tokens(found)
+    assert tokens(run_engine.plain(path, rows(9))) == tokens(found)

@@ -7,7 +7,7 @@ import run_engine
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_engine import POLICY, request, run, tokens
+from run_engine import POLICY, plain, request, run, tokens
 from safetensors.torch import load_file, save_file
 
 from moebatch.data.requests import Completion, RowError
@@ -25,13 +25,11 @@ def test_text_is_the_same_for_every_batch_and_micro_batch_size(
     kind, temperature, tiny_models
 ) -> None:
     path = tiny_models(kind)[1]
-    work = rows(70, temperature=temperature, seed=3)
-    expected = None
-    for batch_size in (1, 7, 64):
-        for micro_batch_size in (1, 3, 16):
-            out = tokens(run(path, work, batch_size=batch_size, micro_batch_size=micro_batch_size))
-            expected = expected or out
-            assert expected == out
+    work = rows(40, temperature=temperature, seed=3)
+    expected = tokens(run(path, work, batch_size=32, micro_batch_size=16))
+    for batch_size, micro_batch_size in ((1, 1), (7, 3), (7, 16), (32, 1)):
+        out = tokens(run(path, work, batch_size=batch_size, micro_batch_size=micro_batch_size))
+        assert expected == out
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -47,8 +45,8 @@ def test_text_is_the_same_for_every_batch_and_micro_batch_size(
 def test_text_is_the_same_under_any_policy(tiny_models, order, **policy) -> None:
     """The metamorphic test, with the rows in another order each time."""
     path = tiny_models("mixtral")[1]
-    work = rows(12, temperature=0.9, top_p=0.95, seed=5)
-    expected = tokens(run(path, work))
+    work = rows(9, temperature=0.9, top_p=0.95, seed=5)
+    expected = tokens(plain(path, work))
     shuffled = order.sample(work, len(work))
     assert expected == tokens(run(path, shuffled, **policy))
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drafts import model_source
-from run_engine import POLICY, open_engine, run, tokens
+from run_engine import POLICY, open_engine, plain, tokens
 from test_speculative import answers, rows
 
 from moebatch.plan.cutoff import StepCosts, cutoff_layer
@@ -144,7 +144,7 @@ def test_answers_are_those_without_it(where, slots, fixed, tiny_models) -> None:
     """For any cutoff and size of the cache, by a draft model that is often right."""
     path = tiny_models("mixtral")[1]
     work = rows(5, rng=5, temperature=0.7)
-    expected = answers(run(path, work))
+    expected = answers(plain(path, work))
     for eviction in EVICTIONS:
         with model_source(path) as source:
             done, _, told = drafted(path, work, source, fixed=fixed, expert_slots=slots,
@@ -162,7 +162,7 @@ def test_a_draft_model_that_is_the_target_names_what_is_needed(where, tiny_model
     common = {"expert_slots": 5, "eviction": "lru", "device": devices(where)}
     with model_source(path) as source:
         done, counts, told = drafted(path, work, source, fixed=2, **common)
-    assert tokens(done) == tokens(run(path, work))
+    assert tokens(done) == tokens(plain(path, work))
     assert told["named_needed"] > 0.9
     assert told["accepted"] == told["drafted"] > 0
     assert counts.prefetch_hits > 0

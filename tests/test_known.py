@@ -1,10 +1,9 @@
 """Short names: sizes without a download, equal to published ones; and `moebatch models`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from commands import moebatch, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,23 +103,18 @@ def test_any_value_anywhere_is_a_spec_or_a_model_error(name, data, value) -> Non
         assert spec.total_params > 0
 
 
-def moebatch(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "moebatch", *args], capture_output=True, text=True,
-                          check=False)  # fmt: skip
-
-
 def test_models_lists_families_names_and_formats() -> None:
     done = moebatch("models")
-    assert done.returncode == 0
-    assert done.stderr == ""
+    assert done.code == 0
+    assert done.err == ""
     for word in (*FAMILIES, *SHORT_NAMES, *SHORT_NAMES.values(), *REFUSED, "mxfp4", "GPTQ"):
-        assert word in done.stdout
-    assert "deepseek-v2-lite" in done.stdout
-    assert "30.4 KiB" in done.stdout
+        assert word in done.out
+    assert "deepseek-v2-lite" in done.out
+    assert "30.4 KiB" in done.out
 
 
 def test_models_as_json() -> None:
-    found = json.loads(moebatch("models", "--json").stdout)
+    found = json.loads(moebatch("models", "--json").out)
     assert found["families"] == list(FAMILIES)
     facts = found["short_names"]["mixtral-8x7b"]
     assert (facts["params"], facts["kv_bytes_per_token"]) == (46_702_792_704, 131_072)
@@ -129,11 +123,10 @@ def test_models_as_json() -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "jetmoe", "switch_transformers"])
 def test_an_unknown_architecture_is_exit_code_7(model_type, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a"}\n')
-    done = moebatch("run", str(rows), "-m", str(tmp_path), "-o", str(tmp_path / "out.jsonl"))
-    assert done.returncode == 7, done.stderr
-    assert model_type in done.stderr
-    assert REFUSED.get(model_type, "") in done.stderr
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    done = moebatch("run", rows, "-m", tmp_path, "-o", tmp_path / "out.jsonl")
+    assert done.code == 7, done.err
+    assert model_type in done.err
+    assert REFUSED.get(model_type, "") in done.err
     for family in FAMILIES:
-        assert family in done.stderr
+        assert family in done.err

@@ -105,7 +105,7 @@ def test_without_kernels(monkeypatch) -> None:
 def test_windows_are_bit_equal_in_any_passes(window, tmp_path) -> None:
     """Prompts longer than the ring of a layer with a window, in pieces and token by token."""
     path = models.save(models.reference_model("mixtral", sliding_window=window), tmp_path)
-    prompts = prompts_of(4, [300, 3, 61])
+    prompts = prompts_of(4, [150, 3, 61])
 
     def logits(chunk, **changes):
         return logits_everywhere(path, prompts, replace(POLICY, **changes), chunk=chunk)

@@ -58,7 +58,7 @@ def specs(draw):
 
 @st.composite
 def workloads(draw):
-    mean_prompt, mean_gen = draw(st.floats(1, 800)), draw(st.floats(1, 400))
+    mean_prompt, mean_gen = draw(st.floats(1, 800)), draw(st.floats(1, 200))
     return WorkloadSpec(
         mean_prompt=mean_prompt,
         max_prompt=ceil(mean_prompt) + draw(st.integers(0, 1000)),

@@ -164,7 +164,7 @@ def fewer(step, count):
     return replace(step, micro_batches=(step.micro_batches * count)[:count])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(named, st.integers(1, 4))
 def test_check_passes_also_when_the_micro_batches_change(case, other) -> None:
     name, step = case
@@ -175,7 +175,7 @@ def test_check_passes_also_when_the_micro_batches_change(case, other) -> None:
         check(tasks, before)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(named)
 def test_each_op_once(case) -> None:
     name, step = case
@@ -203,7 +203,7 @@ def test_each_op_once(case) -> None:
     assert expected == set(found)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(named, st.integers(1, 4), st.integers(0, 10**6))
 def test_no_deadlock_and_no_buffer_is_used_too_early_or_too_long(case, other, seed) -> None:
     name, step = case

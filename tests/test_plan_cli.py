@@ -186,11 +186,19 @@ def test_a_measurement_is_kept_and_used(tmp_path, monkeypatch) -> None:
 
 
 def test_doctor_measures_this_machine(tmp_path) -> None:
-    """The real probe, once: every figure is there and positive, and the file is a machine."""
+    """The real probe, once: every figure is there and positive, and the file is a machine.
+
+    With smaller experts than it has by itself, and fewer repetitions.
+    """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("MOEBATCH_MACHINE")
+    code = (
+        "from moebatch.__main__ import main; from moebatch.runtime import probe; "
+        "probe._EXPERT = probe._SMALL_EXPERT = 128; "
+        "probe.timed.__kwdefaults__['seconds'] = 0.02; main()"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "moebatch", "doctor", "--json", "--cpu-threads", "1"],
+        [sys.executable, "-c", code, "doctor", "--json", "--cpu-threads", "1"],
         capture_output=True, text=True, check=True, env=environment,
     )  # fmt: skip
     machine = this_machine.loads(done.stdout)

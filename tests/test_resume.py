@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from commands import moebatch, read_rows, write_rows
 
+from moebatch.cli import keeping
 from moebatch.data import durable
 from moebatch.data.record import Record
 from moebatch.data.side import SideDirectory, is_locked
@@ -183,11 +185,17 @@ def test_openai_rows_keep_their_ids(model, tmp_path, monkeypatch) -> None:
              for i in range(8)]  # fmt: skip
     data, out = write_rows(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     command = ("run", data, "-m", model, "-o", out, *FLAGS)
+
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return super().now(tz) - timedelta(hours=1)
+
     with monkeypatch.context() as patch:
         stop_after(patch, 8)
+        patch.setattr(keeping, "datetime", Earlier)  # or else `created` would be the same anyway
         assert moebatch(*command).code == 143
     first = read_rows(tmp_path / "out.jsonl.partial")
-    time.sleep(1.1)  # `created` would differ
     assert moebatch(*command).code == 0
     assert first
     assert read_rows(out)[: len(first)] == first
@@ -452,7 +460,7 @@ def test_a_place_that_is_read_only(job, tmp_path, monkeypatch) -> None:
 
 def test_kill_minus_nine(model, tmp_path) -> None:
     """A few real ones; hundreds are played in test_crash."""
-    data = write_rows(tmp_path / "in.jsonl", [{"id": str(i), "prompt": "abc"} for i in range(90)])
+    data = write_rows(tmp_path / "in.jsonl", [{"id": str(i), "prompt": "abc"} for i in range(50)])
     out, rng = tmp_path / "out.jsonl", random.Random(3)
     flags = [str(flag) for flag in (*FLAGS, "--temperature", 0.8, "--checkpoint-tokens", 4)]
     flags[flags.index("--max-tokens") + 1] = "50"

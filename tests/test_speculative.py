@@ -9,7 +9,7 @@ import torch
 from drafts import Oracle, model_source
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from run_engine import POLICY, open_engine, request, run, tokens
+from run_engine import POLICY, open_engine, plain, request, run, tokens
 from safetensors.torch import load_file, save_file
 
 from moebatch.data.requests import Completion, Generated
@@ -78,7 +78,7 @@ def test_answers_are_those_without_drafts(source, params, tiny_models) -> None:
     """Whole completions are compared: tokens, text, reasons, log-probabilities to rounding."""
     path = tiny_models("mixtral")[1]
     work = rows(9, rng=4, logprobs=3, **params)
-    expected = run(path, work)
+    expected = plain(path, work)
     oracle = Oracle(answers(expected), right={"right": 1.0, "half": 0.5}.get(source, 0.0))
     done, stats, _ = speculated(
         path, work, NgramSource(shortest=1) if source == "ngram" else oracle
@@ -100,7 +100,7 @@ def test_every_family(kind, tiny_models) -> None:
     """gpt_oss has layers with a window of 7, deepseek caches latents, llama has no experts."""
     path = tiny_models(kind)[1]
     work = rows(6, rng=6, temperature=0.8, max_tokens=40)
-    expected = run(path, work)
+    expected = plain(path, work)
     done, stats, _ = speculated(path, work, Oracle(answers(expected), right=0.6), most=9)
     assert done == expected
     assert stats.accepted > 0
@@ -112,7 +112,7 @@ def test_windows_of_whole_blocks_have_room_for_drafts(tiny_models, tmp_path) -> 
 
     path = models.save(models.reference_model("mixtral", sliding_window=16), tmp_path)
     work = rows(4, rng=2, temperature=0.8, max_tokens=60)
-    expected = run(path, work)
+    expected = plain(path, work)
     assert speculated(path, work, Oracle(answers(expected), right=0.6), most=8)[0] == expected
 
 
@@ -130,7 +130,7 @@ def test_windows_of_whole_blocks_have_room_for_drafts(tiny_models, tmp_path) -> 
 def test_answers_under_any_policy(tiny_models, right, most, seed, **policy) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(7, rng=5, temperature=0.9, top_p=0.95)
-    expected = run(path, work)
+    expected = plain(path, work)
     source = Oracle(answers(expected), right=right, seed=seed)
     assert tokens(speculated(path, work, source, most=most, **policy)[0]) == tokens(expected)
 
@@ -142,7 +142,7 @@ def test_block_borders_and_the_last_token(prompt_len, max_tokens, tiny_models) -
     path = tiny_models("mixtral")[1]
     work = [request(0, range(3, 3 + prompt_len), max_tokens=max_tokens, temperature=1.0)]
     need = -(-(prompt_len + max_tokens - 1) // 16)
-    expected = run(path, work)
+    expected = plain(path, work)
     for right in (1.0, 0.5):
         source = Oracle(answers(expected), right=right)
         done, stats, engine = speculated(path, work, source, most=16, kv_blocks=need, batch_size=1)
@@ -155,7 +155,7 @@ def test_block_borders_and_the_last_token(prompt_len, max_tokens, tiny_models) -
 def test_passes_fall_with_what_is_accepted(tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = [request(0, [5, 6, 7], max_tokens=41)]
-    expected = run(path, work)
+    expected = plain(path, work)
     for most, passes in ((1, 21), (3, 11), (7, 6)):
         _, stats, engine = speculated(path, work, Oracle(answers(expected)), most=most)
         assert engine.passes == passes
@@ -168,7 +168,7 @@ def test_resumed_rows_end_alike(kind, right, tiny_models) -> None:
     """Guards: rows of a model with a window, resumed, saw a ring without their prompt."""
     path = tiny_models(kind)[1]
     work = rows(5, rng=9, temperature=0.9, max_tokens=30)
-    expected = run(path, work)
+    expected = plain(path, work)
     source = Oracle(answers(expected), right=right)
     half = [_resumed(w, o, 1 + 5 * i) for i, (w, o) in enumerate(zip(work, expected, strict=True))]
     assert tokens(run(path, half)) == tokens(expected)
@@ -202,7 +202,7 @@ def test_auto_turns_drafts_off_where_they_are_wrong_and_uses_them_where_they_are
 ) -> None:
     path = tiny_models("mixtral")[1]
     work = [request(i, [5, 6, 7 + i], max_tokens=120) for i in range(2)]
-    expected = run(path, work)
+    expected = plain(path, work)
     passes = {}
     for right in (0.0, 1.0):
         # Predicted and measured alike: each token costs as much as the pass itself.
@@ -261,7 +261,7 @@ def test_a_draft_model_changes_no_answer(draft, params, tiny_models) -> None:
     """The target as its own draft is always right: it draws with the same noise."""
     path = tiny_models("mixtral")[1]
     work = rows(7, rng=4, **params)
-    expected = run(path, work)
+    expected = plain(path, work)
     with model_source(tiny_models(draft)[1]) as source:
         done, stats, _ = speculated(path, work, source)
         assert done == expected
@@ -285,7 +285,7 @@ def test_a_draft_model_with_little_room(tiny_models, kv_blocks, prefill_tokens, 
     """Rows that its cache has no room for go without drafts; what is kept is what was right."""
     path = tiny_models("mixtral")[1]
     work = rows(8, rng=5, temperature=0.9)
-    expected = run(path, work)
+    expected = plain(path, work)
     with model_source(path, kv_blocks=kv_blocks, prefill_tokens=prefill_tokens) as source:
         done, stats, _ = speculated(path, work, source, most=most, batch_size=batch_size)
     assert tokens(done) == tokens(expected)
@@ -322,7 +322,7 @@ def test_rejected_guesses_leave_no_trace_in_the_draft_model(tiny_models) -> None
 def test_tokens_beyond_either_vocabulary_are_not_drafted(tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(5, rng=3, temperature=1.0)
-    expected = run(path, work)
+    expected = plain(path, work)
     with model_source(path, vocab_size=40) as source:
         done, stats, _ = speculated(path, work, source)
     assert tokens(done) == tokens(expected)
@@ -335,7 +335,7 @@ def test_drafts_on_an_accelerator(kind, attention, tiny_models) -> None:
     """There a row's drafts are one run of tokens, attended like the rest of a prompt."""
     path = tiny_models(kind)[1]
     work = rows(6, rng=8, temperature=0.8)
-    expected = run(path, work)
+    expected = plain(path, work)
     policy = {"schedule": "cgopipe", "attention": attention, "ffn": "gpu", "kv_resident": 0.5,
               "weights_resident": 0.3}  # fmt: skip
     for right in (0.0, 0.6, 1.0):
@@ -358,7 +358,7 @@ def test_drafts_in_the_cache_regime(right, changes, tiny_models) -> None:
     """What is missing is read for the drafts too; the tail changes over with drafts in flight."""
     path = tiny_models("mixtral")[1]
     work = rows(12, rng=8, temperature=0.8)
-    expected = run(path, work)
+    expected = plain(path, work)
     done, stats, _ = speculated(path, work, Oracle(answers(expected), right=right), whole=False,
                                 **changes)  # fmt: skip
     assert tokens(done) == tokens(expected)
@@ -373,8 +373,13 @@ def test_drafts_in_the_cache_regime(right, changes, tiny_models) -> None:
 def test_drafts_in_the_cache_regime_of_an_accelerator(changes, tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(5, rng=8, temperature=0.8)
+<<<<<<< HEAD
     expected = run(path, work)
     policy = {"expert_slots": 5, "ffn": "gpu", **changes}
+=======
+    expected = plain(path, work)
+    policy = {"regime": "cache", "schedule": "flexgen-cpu", "expert_slots": 5, "ffn": "gpu"}
+>>>>>>> helper-h
     device = EmulatedDevice(PROFILES["unthrottled"])
     source = Oracle(answers(expected), right=0.6)
     done, stats, _ = speculated(path, work, source, device=device, whole="regime" in changes,
@@ -386,7 +391,7 @@ def test_drafts_in_the_cache_regime_of_an_accelerator(changes, tiny_models) -> N
 def test_a_pass_carries_no_more_drafts_than_memory_is_set_aside_for(tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(60, rng=7, max_tokens=20)
-    expected = run(path, work, batch_size=40, micro_batch_size=40)
+    expected = plain(path, work, batch_size=40, micro_batch_size=40)
     sums = []
 
     class Counted(Oracle):
@@ -405,7 +410,7 @@ def test_a_draft_model_that_does_not_pay_is_tried_now_and_then(tiny_models) -> N
     """Each of its tokens takes as long as a pass: no drafts, but for one try in 32 passes."""
     path = tiny_models("mixtral")[1]
     work = [request(0, [5, 6, 7], max_tokens=100)]
-    expected = run(path, work)
+    expected = plain(path, work)
     asked = []
 
     class Slow(Oracle):

@@ -130,9 +130,10 @@ def passes(lengths: np.ndarray, policy: Policy) -> Iterator[PassLoad]:
     waiting: list[int] = []
     next_row, free = 0, policy.kv_blocks
     left, done = lengths[:, 0].copy(), np.zeros(len(lengths), dtype=np.int64)
-    active: list[int] = []
+    active = np.zeros(0, dtype=np.int64)
     while True:
-        while len(active) < policy.batch_size:
+        joining: list[int] = []
+        while len(active) + len(joining) < policy.batch_size:
             if not waiting:
                 waiting = list(range(next_row, min(next_row + window, len(lengths))))
                 waiting.sort(key=lambda row: int(lengths[row, 0]))  # the longest is the last
@@ -143,14 +144,16 @@ def passes(lengths: np.ndarray, policy: Policy) -> Iterator[PassLoad]:
             if at < 0:
                 break
             free -= int(blocks[waiting[at]])
-            active.append(waiting.pop(at))
-        if not active:
+            joining.append(waiting.pop(at))
+        if joining:
+            active = np.concatenate((active, np.array(joining, dtype=np.int64)))
+        if not len(active):
             return
-        load, ends = _one_pass(np.array(active), lengths, left, done, policy)
+        load, ends = _one_pass(active, lengths, left, done, policy)
         yield load
-        free += int(blocks[ends].sum())
-        gone = set(ends.tolist())
-        active = [row for row in active if row not in gone]
+        if len(ends):
+            free += int(blocks[ends].sum())
+            active = active[~np.isin(active, ends)]
 
 
 def _one_pass(active: np.ndarray, lengths: np.ndarray, left: np.ndarray, done: np.ndarray,
