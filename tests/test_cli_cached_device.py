@@ -4,13 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-<<<<<<< HEAD
-from test_cli import assert_one_line, moebatch, write_rows
-from test_optimizer import MIXTRAL
-=======
 from commands import moebatch, write_rows
 from test_cli import assert_one_line
->>>>>>> helper-h
+from test_optimizer import MIXTRAL
 
 from moebatch.cli.accelerator import plan_for
 from moebatch.cli.cached_accelerator import with_fitting_tail
@@ -96,10 +92,10 @@ def test_the_report_tells_of_the_change_at_the_tail(rows, tmp_path) -> None:
         result = moebatch("run", rows, "-m", "demo", "-o", out, "--greedy", "--ignore-eos",
                           "--device", "emulated:t4", "--gpu-memory", "1GiB",
                           "--policy", tmp_path / "policy.json", *options)  # fmt: skip
-        assert result.returncode == 0, result.stderr
+        assert result.code == 0, result.err
         texts.append(out.read_text())
         found.append(json.loads((tmp_path / f"{out.name}.moebatch" / "report.json").read_text()))
-        assert ("expert cache from 2 rows on" in result.stderr) == (not options)
+        assert ("expert cache from 2 rows on" in result.err) == (not options)
     assert texts[0] == texts[1]
     cache, passes = found[0]["expert_cache"], found[0]["passes"]
     assert (cache["regime"], cache["expert_slots"]) == ("stream", 9)

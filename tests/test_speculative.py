@@ -373,13 +373,8 @@ def test_drafts_in_the_cache_regime(right, changes, tiny_models) -> None:
 def test_drafts_in_the_cache_regime_of_an_accelerator(changes, tiny_models) -> None:
     path = tiny_models("mixtral")[1]
     work = rows(5, rng=8, temperature=0.8)
-<<<<<<< HEAD
-    expected = run(path, work)
-    policy = {"expert_slots": 5, "ffn": "gpu", **changes}
-=======
     expected = plain(path, work)
-    policy = {"regime": "cache", "schedule": "flexgen-cpu", "expert_slots": 5, "ffn": "gpu"}
->>>>>>> helper-h
+    policy = {"expert_slots": 5, "ffn": "gpu", **changes}
     device = EmulatedDevice(PROFILES["unthrottled"])
     source = Oracle(answers(expected), right=0.6)
     done, stats, _ = speculated(path, work, source, device=device, whole="regime" in changes,
