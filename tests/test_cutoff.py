@@ -24,7 +24,10 @@ def simulated(costs: StepCosts, cutoff: int, *, steps: int = 60, seed: int = 0) 
     """Mean seconds of steps in which each named expert is right or wrong, fetched one by one."""
     rng, total = random.Random(seed), 0.0
     experts = int(costs.experts)
-    for _ in range(steps):
+    for _ in range(steps):  # with the same luck for every cutoff
+        right = [
+            [rng.random() < costs.accuracy for _ in range(experts)] for _ in range(costs.layers)
+        ]
         link, came = 0.0, {}
         for layer in range(cutoff):
             drafted = layer * costs.draft_layers // costs.layers + 1
@@ -37,7 +40,7 @@ def simulated(costs: StepCosts, cutoff: int, *, steps: int = 60, seed: int = 0) 
         for layer in range(costs.layers):
             ready = now
             for k in range(experts):
-                if (layer, k) in came and rng.random() < costs.accuracy:
+                if (layer, k) in came and right[layer][k]:
                     ready = max(ready, came[layer, k])
                 else:
                     link = max(link, now) + costs.expert_s

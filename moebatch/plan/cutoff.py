@@ -8,6 +8,7 @@ is ours.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +65,17 @@ def hidden_layers(costs: StepCosts) -> int:
 
 def step_seconds(costs: StepCosts, cutoff: int) -> float:
     """Expected seconds of drafting and verifying: what was not named rightly is fetched when needed."""
-    named = fetched_at(costs, cutoff)
-    now = costs.draft_s
-    link = min(named[-1], now + costs.expert_s) if named else 0.0  # the one under way is finished
+    came, link = _begun(costs, cutoff)
+    now, last = costs.draft_s, len(came) - 1
     for layer in range(costs.layers):
-        came = _came(costs, named[layer]) if layer < cutoff else 0.0
-        missing = costs.experts * (1.0 - costs.accuracy * came)
+        share = came[layer] if layer <= last else 0.0
+        missing = costs.experts * (1.0 - costs.accuracy * share)
         right = 1.0 - missing / costs.experts if costs.experts else 1.0
-        ready = now
+        # Waits, each weighed with the chance that there is anything to wait for.
+        ready = now + costs.accuracy * max(0.0, link - now) * (layer == last)
         if costs.in_place_s is not None:
             ready = max(ready, now + missing * costs.in_place_s)
         elif missing > 0:
-            # Waits, weighed with the chance that there is anything to wait for.
             busy = (1.0 - right**costs.experts) * max(0.0, link - now)
             link = max(link, now) + missing * costs.expert_s
             ready = max(ready, now + busy + missing * costs.expert_s)
@@ -83,11 +83,21 @@ def step_seconds(costs: StepCosts, cutoff: int) -> float:
     return now
 
 
-def _came(costs: StepCosts, fetched: float) -> float:
-    """The share of a layer's named experts that are there, or under way, when the target begins."""
-    late = max(0.0, fetched - costs.draft_s)
-    whole = costs.experts * costs.expert_s
-    return max(0.0, 1.0 - late / whole) if whole else 1.0
+def _begun(costs: StepCosts, cutoff: int) -> tuple[list[float], float]:
+    """Of each layer's named experts the share that is begun while it is drafted, as far as any is;
+    and when the link is free again."""
+    shares, free = [], 0.0
+    for layer in range(cutoff):
+        drafted = layer * costs.draft_layers // costs.layers + 1
+        start = max(free, drafted * costs.draft_layer_s)
+        if start >= costs.draft_s or not costs.experts:
+            break
+        count = costs.experts
+        if costs.expert_s:
+            count = min(count, ceil((costs.draft_s - start) / costs.expert_s))
+        shares.append(count / costs.experts)
+        free = start + count * costs.expert_s
+    return shares, free
 
 
 def cutoff_layer(costs: StepCosts) -> int:
