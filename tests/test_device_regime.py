@@ -15,6 +15,7 @@ from moebatch.plan.device_regime import (
     DeviceQuestion,
     cached_plan,
     choose_on_device,
+    few_rows,
     rate,
     setting_of,
     tail_of,
@@ -117,13 +118,21 @@ def test_the_crossover_parts_the_row_counts() -> None:
     """With so many rows a pass is clearly faster with the cache, with a twelfth more it is not."""
     policy, asked = replace(STREAM, batch_size=256), question(machine=FAST)
     tail = tail_of(asked, policy, host_bytes=0)
-    assert 0 < tail.policy.tail_rows == tail.crossover < policy.batch_size
+    assert 0 < tail.policy.tail_rows == few_rows(MIXTRAL) < tail.crossover < policy.batch_size
     time, gains = asked.time("float16"), []
     for count in (tail.crossover, tail.crossover + tail.crossover // 12):
         at = replace(setting_of(MIXTRAL, MANY, policy), batch=count)
         cached = time.cached_decode(at, tail.policy.expert_slots).total
         gains.append(cached / time.streamed_decode(at))
     assert gains[0] < 0.95 <= gains[1]
+
+
+@pytest.mark.parametrize(("spec", "most"), [(MIXTRAL, 10), (QWEN, 46)])
+def test_few_rows_leave_some_experts_alone(spec, most) -> None:
+    """1 - (1 - k/E)^rows of them have tokens: with a row more, over 95 %."""
+    share = 1 - spec.top_k / spec.num_experts
+    assert few_rows(spec) == most
+    assert 1 - share**most <= 0.95 < 1 - share ** (most + 1)
 
 
 @pytest.mark.parametrize("spec", [MIXTRAL, QWEN])

@@ -118,7 +118,8 @@ def tail_of(asked: DeviceQuestion, policy: Policy, *, host_bytes: int) -> Tail:
     """The tail of a job under a policy that takes so much host memory streaming.
 
     Where experts are not streamed, since the host computes them, there is none: a change would have to
-    read them once more, in another form.
+    read them once more, in another form. It begins with few rows, however many the crossover allows:
+    beyond them the gain is the host's computing alone, which has not been measured on real ones.
     """
     if not asked.may_choose or policy.weights_resident == 1.0:
         return Tail(policy=policy)
@@ -131,11 +132,19 @@ def tail_of(asked: DeviceQuestion, policy: Policy, *, host_bytes: int) -> Tail:
     rows = _crossover(asked, changing, host_bytes)
     if not rows or policy.ffn == "cpu":
         return Tail(policy=policy, crossover=rows)
-    last = replace(changing, tail_rows=min(rows, policy.batch_size))
+    last = replace(changing, tail_rows=min(rows, policy.batch_size, few_rows(asked.spec)))
     best = _with_slots(asked, last, host_bytes=host_bytes)
     assert best is not None  # of fewer rows than the crossover's
     best = replace(best, tail_passes=_least_passes(asked, best))
     return Tail(policy=best, crossover=rows, host_bytes=_host_bytes(asked, best))
+
+
+def few_rows(spec: ModelSpec) -> int:
+    """The most rows whose tokens do not touch nearly all experts of a layer."""
+    rows = 1
+    while cost.distinct_experts(spec, rows + 1) <= SWEEP * spec.num_experts:
+        rows += 1
+    return rows
 
 
 def _crossover(asked: DeviceQuestion, policy: Policy, host_bytes: int) -> int | None:
