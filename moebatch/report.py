@@ -207,6 +207,7 @@ class Report:
             lines.append(
                 f"drafts ({guessed['source']}): {guessed['accepted']:,} of {guessed['drafted']:,} "
                 f"accepted · {guessed['tokens_per_pass'] or 1:.2f} tokens per row and pass"
+                + _named(guessed)
             )
         if self.expert_cache and "hit_rate" in self.expert_cache:
             lines.append(_cache_line(self.expert_cache))
@@ -307,6 +308,17 @@ class Report:
             "requests_per_second": _rate(new.succeeded, self.times.total),
             "tokens_per_second": _rate(new.prompt_tokens + new.generated_tokens, self.times.total),
         }
+
+
+def _named(guessed: Mapping[str, Any]) -> str:
+    """What a draft model told of experts, where any were brought for it."""
+    needed = guessed.get("named_needed")
+    if needed is None or guessed["cutoff_layer"] < 0.05:
+        return ""
+    return (
+        f" · experts named for {guessed['cutoff_layer']:.1f} layers on average, "
+        f"{needed:.0%} of those that were missing were needed"
+    )
 
 
 def _cache_line(cache: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ class PanelWriter:
         first, last = -(-at // step) * step, end // step * step
         if first > at:  # the rest of a panel
             stop = min(first, end)
-            _copy(memory[at:stop], found[: stop - at])
+            place(memory[at:stop], found[: stop - at])
             if stop == first:
                 self._pack(
                     memory[first - step : first], memory[first - step : first], inputs, dtype
@@ -53,7 +53,7 @@ class PanelWriter:
             self._pack(memory[first:last], found[first - at : last - at], inputs, dtype)
         begun = max(first, last)
         if begun < end:
-            _copy(memory[begun:end], found[begun - at :])
+            place(memory[begun:end], found[begun - at :])
 
     def pack(self, weight: Tensor) -> None:
         """A weight [O, I] whose rows are all there."""
@@ -64,6 +64,7 @@ class PanelWriter:
                                 outputs=panels.size // (inputs * dtype.itemsize))  # fmt: skip
 
 
-def _copy(target: np.ndarray, found: np.ndarray) -> None:
-    if target.ctypes.data != found.ctypes.data:  # what is in its place already
+def place(target: np.ndarray, found: np.ndarray) -> None:
+    """Copy bytes to where they belong, unless they have been read there."""
+    if target.ctypes.data != found.ctypes.data:
         np.copyto(target, found)

@@ -40,12 +40,16 @@ class StepCosts:
         return self.draft_tokens * self.draft_layers * self.draft_layer_s
 
 
+def _named_at(costs: StepCosts, layer: int) -> float:
+    """When the draft's layer that speaks for a layer has been computed, from the step's start."""
+    return (layer * costs.draft_layers // costs.layers + 1) * costs.draft_layer_s
+
+
 def fetched_at(costs: StepCosts, cutoff: int) -> list[float]:
     """When the experts named for each layer below the cutoff have come, from the step's start."""
     times, free = [], 0.0
     for layer in range(cutoff):
-        drafted = layer * costs.draft_layers // costs.layers + 1
-        free = max(free, drafted * costs.draft_layer_s) + costs.experts * costs.expert_s
+        free = max(free, _named_at(costs, layer)) + costs.experts * costs.expert_s
         times.append(free)
     return times
 
@@ -88,8 +92,7 @@ def _begun(costs: StepCosts, cutoff: int) -> tuple[list[float], float]:
     and when the link is free again."""
     shares, free = [], 0.0
     for layer in range(cutoff):
-        drafted = layer * costs.draft_layers // costs.layers + 1
-        start = max(free, drafted * costs.draft_layer_s)
+        start = max(free, _named_at(costs, layer))
         if start >= costs.draft_s or not costs.experts:
             break
         count = costs.experts

@@ -15,7 +15,7 @@ from torch import Tensor
 from moebatch.model.checkpoint import Checkpoint, Run, goes_direct, runs_of
 from moebatch.model.direct_io import Take
 from moebatch.model.families.parts import Layout, Part
-from moebatch.model.panels import PanelWriter
+from moebatch.model.panels import PanelWriter, place
 from moebatch.model.quant import arrange, decode
 from moebatch.model.stored import Stored, TensorEntry, locate
 from moebatch.native.rounding import PANEL
@@ -178,8 +178,8 @@ class PageReader:
             if part is not None:
                 assert panels is not None
                 panels.put(memory[which], found, at, inputs=part.shape[1], dtype=part.dtype)
-            elif memory[which].ctypes.data != found.ctypes.data:
-                np.copyto(memory[which][at : at + found.size], found)
+            else:
+                place(memory[which][at : at + found.size], found)
 
         return take
 
